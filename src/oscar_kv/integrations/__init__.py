@@ -1,0 +1,1 @@
+"""Adapters to engines. They adapt and compute nothing of their own."""

@@ -1,0 +1,294 @@
+"""Hugging Face transformers: ``OscarCache``, to be passed as ``past_key_values=`` of ``generate`` or of a forward call.
+
+Packed layers return only the present call's keys and values from ``update``, marked with a handle; the attention function
+"oscar" finds the handle and reads the history through the tiers, a bounded block at a time. Sliding-window and other layers
+keep transformers' own cache layers.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ..artifact import Artifact
+from ..attention import HANDLE, NAME, AttentionCall, decoder_config, use_oscar
+from ..cache.dense import DenseStore
+from ..cache.store import Block, History, PackedStore, Store
+from ..config import OscarConfig
+from ..geometry import ModelGeometry, model_geometry
+from ..kernels.dispatch import tiered_attention
+
+
+class OscarCache(Cache):  # type: ignore[misc]
+    """A key-value cache with 2-bit history for one model.
+
+    Switches the model to ``attn_implementation="oscar"``, which changes nothing for calls without an OscarCache.
+
+    Args:
+        artifact: what :func:`oscar_kv.calibrate` returned, or ``Artifact.load(folder)``.
+        model: the ``PreTrainedModel`` that will use the cache.
+        sink, recent, slack: override the artifact's windows. ``slack`` extra dense copies make ``crop`` by up to that many
+            tokens exact; 0 saves their memory where nothing is cropped.
+
+    Raises:
+        ArtifactError: the artifact was made for another model.
+        ValueError: the model cannot be served.
+
+    Example::
+
+        cache = OscarCache(Artifact.load("smollm2.oscar"), model)
+        model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
+    """
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        model: Any,
+        *,
+        sink: int | None = None,
+        recent: int | None = None,
+        slack: int | None = None,
+    ) -> None:
+        windows = {"sink": sink, "recent": recent, "slack": slack}
+        self.settings = artifact.config.with_(**{k: v for k, v in windows.items() if v is not None})
+        geometry = artifact.check_model(model)
+        stores = {i: PackedStore(t, self.settings) for i, t in artifact.layers.items()}
+        self._build(model, geometry, stores)
+
+    @classmethod
+    def dense(cls, model: Any) -> OscarCache:
+        """The same cache with every layer in model precision: the baseline to compare with."""
+        geometry = model_geometry(model.config)
+        geometry.require_packable()
+        self = cls.__new__(cls)
+        self.settings = OscarConfig()
+        self._build(model, geometry, {layer.index: DenseStore() for layer in geometry.packed})
+        return self
+
+    def _build(self, model: Any, geometry: ModelGeometry, stores: dict[int, Any]) -> None:
+        use_oscar(model)
+        self.geometry = geometry
+        self._decoder_config = decoder_config(model)
+        layers = DynamicCache(config=self._decoder_config).layers
+        for index, store in stores.items():
+            layers[index] = OscarLayer(store, index)
+        super().__init__(layers=layers)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OscarCache:
+        """A copy with its own tokens; model and transforms are shared. This is how to branch from a common prefix."""
+        clone = self.__class__.__new__(self.__class__)
+        memo[id(self)] = clone
+        memo[id(self._decoder_config)] = self._decoder_config
+        for name, value in self.__dict__.items():
+            setattr(clone, name, copy.deepcopy(value, memo))
+        return clone
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take one layer's new keys and values; called by the model.
+
+        Raises:
+            RuntimeError: the model is set to another attention implementation, which would not see the history.
+        """
+        implementation = self._decoder_config._attn_implementation
+        if implementation != NAME:
+            raise RuntimeError(
+                f"OscarCache needs attn_implementation={NAME!r}, the model is set to {implementation!r}: call "
+                f"model.set_attn_implementation({NAME!r}) (any other implementation would not read the packed history)"
+            )
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return keys, values
+
+    def crop(self, tokens: int) -> None:
+        """Remove tokens from the end.
+
+        Args:
+            tokens: negative: remove that many tokens; positive: keep that many; 0: nothing.
+
+        Removing up to ``slack`` tokens leaves no trace. Beyond that, tokens of the recent window that have lost their dense
+        copy are read from their codes.
+        """
+        held = self.get_seq_length()
+        remove = -tokens if tokens < 0 else max(0, held - tokens) if tokens else 0
+        if remove > held:
+            raise ValueError(f"cannot remove {remove} tokens: the cache holds {held}")
+        if remove:
+            for layer in self.layers:
+                layer.crop(-remove)
+
+    @property
+    def stores(self) -> dict[int, Store]:
+        """The packed (or, for :meth:`dense`, dense) stores by layer id."""
+        return {i: layer.store for i, layer in enumerate(self.layers) if isinstance(layer, OscarLayer)}
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated bytes of all layers, windows, metadata and padding included."""
+        return self.packed_nbytes + self.other_nbytes
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Allocated bytes of the layers this cache packs."""
+        return sum(store.nbytes for store in self.stores.values())
+
+    @property
+    def other_nbytes(self) -> int:
+        """Allocated bytes of the layers that stay as transformers has them (sliding, linear)."""
+        total = 0
+        for layer in self.layers:
+            if isinstance(layer, OscarLayer):
+                continue
+            for name in ("keys", "values"):
+                tensor = getattr(layer, name, None)
+                total += tensor.untyped_storage().nbytes() if isinstance(tensor, Tensor) else 0
+        return total
+
+    def bits_per_element(self) -> float:
+        """Allocated bits per key or value element of the packed layers, at the present length."""
+        elements = 0
+        for index in self.stores:
+            layer = self.geometry.layers[index]
+            batch = self.layers[index].batch_size
+            elements += batch * layer.num_kv_heads * (layer.key_dim + layer.value_dim) * self.get_seq_length(index)
+        if not elements:
+            raise ValueError("the cache is empty")
+        return 8.0 * self.packed_nbytes / elements
+
+
+class OscarLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One packed (or dense) layer behind transformers' cache-layer interface."""
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, store: Store, index: int) -> None:
+        super().__init__()
+        self.store = store
+        self.index = index
+        self.batch_size = -1
+        self._waiting = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Stores allocate on their first append."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self._waiting:
+            raise RuntimeError(
+                f"layer {self.index}: the last keys never reached the attention function {NAME!r}; this model changes keys "
+                "between cache and attention, or a forward call was interrupted (reset() the cache)"
+            )
+        key_states, value_states = key_states.view_as(key_states), value_states.view_as(value_states)
+        setattr(key_states, HANDLE, _Handle(self, self.store.history()))
+        self._waiting = True
+        self.is_initialized = True
+        self.batch_size = key_states.shape[0]
+        return key_states, value_states
+
+    def take(self, key: Tensor, value: Tensor, padding: Tensor | None) -> None:
+        """Called by the attention function, which alone knows the padding."""
+        self._waiting = False
+        self.store.append(key, value, padding)
+
+    def get_seq_length(self) -> int:
+        return self.store.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.store.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """The name of ``get_max_length`` in earlier releases of transformers 5."""
+        return -1
+
+    def reset(self) -> None:
+        self.store.reset()
+        self._waiting = False
+
+    def crop(self, tokens: int) -> None:
+        """Negative: remove; see :meth:`OscarCache.crop`."""
+        if tokens < 0:
+            self.store.crop(self.store.length + tokens)
+        elif tokens > 0:
+            self.store.crop(min(tokens, self.store.length))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.store.select(beam_idx)
+        self.batch_size = len(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().squeeze(-1)
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.store.repeat(repeats)
+        self.batch_size *= repeats
+
+    def offload(self) -> None:
+        raise NotImplementedError("OscarCache does not offload: its packed history is small enough to stay on the device")
+
+    prefetch = offload
+
+
+class _Handle:
+    """Travels on the key tensor from the cache to the attention function; layers that share keys share it."""
+
+    def __init__(self, layer: OscarLayer, history: History) -> None:
+        self.layer = layer
+        self.history = history
+        self.taken = False
+
+    def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        history = self.history
+        if not self.taken:
+            self.taken = True
+            self.layer.take(call.key, call.value, left_padding(call.mask, history.start, call.key.shape[2]))
+        if history.start == 0:
+            return call.base()
+        if history.all_dense:
+            keys, values = history.contiguous()
+            return call.base(torch.cat([keys, call.key], 2), torch.cat([values, call.value], 2))
+        if call.kwargs.get("position_bias") is not None:
+            raise NotImplementedError("a position bias on the logits is not supported over packed history")
+        if call.module.training and call.kwargs.get("dropout"):
+            raise NotImplementedError("attention dropout is not supported over packed history: call model.eval()")
+        device = call.key.device
+        new = Block(call.key, call.value, torch.arange(history.start, history.start + call.key.shape[2], device=device))
+        store = self.layer.store
+        output, _ = tiered_attention(
+            call.query,
+            [*history.dense_blocks(), new],
+            history.packed_blocks(),
+            store.transform if isinstance(store, PackedStore) else None,
+            start=history.start,
+            scaling=call.scaling,
+            mask=call.mask,
+            softcap=call.softcap,
+            sinks=call.sinks,
+        )
+        return output.transpose(1, 2).contiguous(), None
+
+
+def left_padding(mask: Tensor | None, start: int, tokens: int) -> Tensor | None:
+    """How many of a call's tokens are left padding, by row, ``[B]``; None if no mask says so.
+
+    Args:
+        mask: bool ``[B, 1, T, columns]``.
+        start: column of the call's first token.
+        tokens: ``T``.
+    """
+    if mask is None:
+        return None
+    last = mask[:, 0, -1, start : start + tokens]  # what the newest token sees of this call
+    return torch.where(last.any(-1), last.int().argmax(-1), tokens)

@@ -1,0 +1,1 @@
+"""Attention over packed history. ``reference`` is readable torch and the contract; ``dispatch`` picks what runs."""

@@ -1,0 +1,138 @@
+"""Second moments of one attention layer, accumulated in float64 while text streams past.
+
+All tensors are post-RoPE and after q/k-norm: what enters the attention dot product. ``Hkv`` KV heads, ``G`` query
+heads per KV head, ``D`` head dim, ``T`` tokens of one sequence. Memory is ``O(Hkv D^2)`` whatever the token count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class LayerMoments:
+    """What a calibration leaves behind for one layer; every transform is built from these alone.
+
+    ``query``, ``value_sst`` and ``value_scores`` cover all positions, as published. The key and value moments and
+    means cover the positions that can be packed (from ``sink`` on): attention sinks are outliers and stay dense.
+
+    Attributes:
+        query: ``[Hkv, D, D]`` mean of ``q^T q`` over tokens and the G query heads.
+        key_second: ``[Hkv, D, D]`` mean of ``k^T k``.
+        key_mean: ``[Hkv, D]``.
+        value_second: ``[Hkv, Dv, Dv]`` mean of ``v^T v``.
+        value_mean: ``[Hkv, Dv]``.
+        value_sst: ``[Hkv, Dv, Dv]`` mean of ``w_t v_t^T v_t``, ``w_t = k_t (Q^T Q / rows) k_t^T`` scaled to mean 1 over
+            each sequence (the released code's objective "sst").
+        value_scores: ``[Hkv, Dv, Dv]`` second moment of the attention output, ``V^T S^T S V`` (the paper's text).
+        output_metric: ``[Hkv, Dv, Dv]`` sum over the G heads of ``W_o,h W_o,h^T``; identity where no output
+            projection was found.
+    """
+
+    query: Tensor
+    key_second: Tensor
+    key_mean: Tensor
+    value_second: Tensor
+    value_mean: Tensor
+    value_sst: Tensor
+    value_scores: Tensor
+    output_metric: Tensor
+
+    def key_spread(self, centred: bool) -> Tensor:
+        """Second moment of what is stored for keys: about the mean if centred, else about zero. ``[Hkv, D, D]``."""
+        return self.key_second - _outer(self.key_mean) if centred else self.key_second
+
+    def value_spread(self, centred: bool) -> Tensor:
+        """The same for values, ``[Hkv, Dv, Dv]``."""
+        return self.value_second - _outer(self.value_mean) if centred else self.value_second
+
+    @property
+    def num_kv_heads(self) -> int:
+        return int(self.query.shape[0])
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def _outer(mean: Tensor) -> Tensor:
+    return mean.unsqueeze(-1) * mean.unsqueeze(-2)
+
+
+class MomentAccumulator:
+    """Adds sequences one at a time; :meth:`result` divides by the counts.
+
+    Args:
+        num_kv_heads, key_dim, value_dim: geometry of the layer.
+        sink: positions before this one are left out of the key and value moments.
+        device: where the sums live.
+    """
+
+    def __init__(self, num_kv_heads: int, key_dim: int, value_dim: int, sink: int, device: torch.device | str) -> None:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.float64, device=device)
+
+        self.sink = sink
+        self.query = zeros(num_kv_heads, key_dim, key_dim)
+        self.key = zeros(num_kv_heads, key_dim, key_dim)
+        self.key_sum = zeros(num_kv_heads, key_dim)
+        self.value = zeros(num_kv_heads, value_dim, value_dim)
+        self.value_sum = zeros(num_kv_heads, value_dim)
+        self.sst = zeros(num_kv_heads, value_dim, value_dim)
+        self.scores = zeros(num_kv_heads, value_dim, value_dim)
+        self.rows = self.packed = self.tokens = 0
+
+    def add(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+        """Add one sequence.
+
+        Args:
+            query: ``[Hq, T, D]``.
+            key: ``[Hkv, T, D]``.
+            value: ``[Hkv, T, Dv]``.
+            output: ``[Hq, T, Dv]``, the attention output before the output projection.
+
+        Raises:
+            ValueError: a tensor holds NaN or infinity.
+        """
+        for name, tensor in (("queries", query), ("keys", key), ("values", value), ("attention outputs", output)):
+            if not torch.isfinite(tensor).all():
+                raise ValueError(f"{name} contain NaN or infinity")
+        heads, tokens, _ = key.shape
+        q = query.reshape(heads, -1, query.shape[-1]).double()  # [Hkv, G T, D]
+        o = output.reshape(heads, -1, output.shape[-1]).double()  # [Hkv, G T, Dv]
+        k, v = key.double(), value.double()
+        q_gram = q.mT @ q
+        self.query += q_gram
+        self.scores += o.mT @ o
+        weight = ((k @ (q_gram / q.shape[1])) * k).sum(-1)  # [Hkv, T]
+        weight *= tokens / weight.sum(-1, keepdim=True).clamp_min(1e-300)
+        self.sst += (v * weight.unsqueeze(-1)).mT @ v
+        k, v = k[:, self.sink :], v[:, self.sink :]
+        self.key += k.mT @ k
+        self.key_sum += k.sum(1)
+        self.value += v.mT @ v
+        self.value_sum += v.sum(1)
+        self.rows += q.shape[1]
+        self.tokens += tokens
+        self.packed += k.shape[1]
+
+    def result(self, output_metric: Tensor) -> LayerMoments:
+        """The moments.
+
+        Raises:
+            ValueError: no position beyond the sink was seen.
+        """
+        if not self.packed:
+            raise ValueError(f"no position beyond the first {self.sink} (sink) was seen: use longer sequences")
+        return LayerMoments(
+            query=self.query / self.rows,
+            key_second=self.key / self.packed,
+            key_mean=self.key_sum / self.packed,
+            value_second=self.value / self.packed,
+            value_mean=self.value_sum / self.packed,
+            value_sst=self.sst / self.tokens,
+            value_scores=self.scores / self.rows,
+            output_metric=output_metric.to(self.query),
+        )

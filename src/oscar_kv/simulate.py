@@ -1,0 +1,242 @@
+"""Decode-exact simulation: one teacher-forced pass in which every query sees the tiers that real decoding would show it.
+
+For the query at position ``i`` a key ``j`` is read dense or from codes by :func:`oscar_kv.cache.policy.reads_dense` with
+``start = i``. A plain one-shot pass would never read packed history (spcl/QuaRot#42); this one does, and a test proves that
+it agrees with decoding token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attention import AttentionCall, intercepted
+from .cache.policy import packed_span, reads_dense
+from .method.transform import LayerTransform
+
+QUERY_BLOCK = 128  # query positions handled at once
+LOGITS_AT_ONCE = 1 << 22  # elements of the logits that exist at once (16 MiB)
+
+
+def two_tier_attention(
+    call: AttentionCall, transform: LayerTransform, sink: int, recent: int
+) -> tuple[Tensor, None]:
+    """Attention over one full causal sequence with keys and values of the packed tier replaced by what codes decode to.
+
+    Args:
+        call: a call on a whole sequence from position 0, without padding.
+        transform: of the layer, on the call's device.
+        sink, recent: windows.
+
+    Returns:
+        Output ``[B, T, Hq, Dv]`` in the query's dtype, and None for the weights.
+    """
+    dtype = torch.promote_types(call.query.dtype, torch.float32)
+    coded_key, coded_value = transform.requantize(call.key, call.value)
+    query, key, value = call.query.to(dtype), call.key.to(dtype), call.value.to(dtype)
+    coded_key, coded_value = coded_key.to(dtype), coded_value.to(dtype)
+    batch, query_heads, tokens, _ = query.shape
+    heads = key.shape[1]
+    query = query.reshape(batch, heads, -1, tokens, query.shape[-1])  # [B, Hkv, G, T, D]
+    output = query.new_empty(*query.shape[:-1], value.shape[-1])
+    for lo in range(0, tokens, QUERY_BLOCK):
+        hi = min(tokens, lo + QUERY_BLOCK)
+        output[:, :, :, lo:hi] = _block(
+            query[:, :, :, lo:hi], key, value, coded_key, coded_value, lo, hi, sink, recent, call
+        )
+    return output.reshape(batch, query_heads, tokens, -1).transpose(1, 2).to(call.query.dtype).contiguous(), None
+
+
+def _block(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    coded_key: Tensor,
+    coded_value: Tensor,
+    lo: int,
+    hi: int,
+    sink: int,
+    recent: int,
+    call: AttentionCall,
+) -> Tensor:
+    """Queries ``[lo, hi)``. Columns split into sinks, history packed for all of them, and the mixed rest."""
+    _, mixed = packed_span(lo, sink, recent)
+    head = min(sink, mixed, hi)
+    columns = torch.arange(mixed, hi, device=key.device)
+    rows = torch.arange(lo, hi, device=key.device)[:, None]
+    dense = reads_dense(columns[None], rows, sink, recent)  # [T, N]
+
+    def logits(of: Tensor, columns: slice) -> Tensor:
+        return query @ of[:, :, None, columns].mT
+
+    rest = slice(mixed, hi)
+    parts = [
+        logits(key, slice(0, head)),
+        logits(coded_key, slice(head, mixed)),
+        torch.where(dense, logits(key, rest), logits(coded_key, rest)),
+    ]
+    score = torch.cat(parts, -1) * call.scaling
+    if call.softcap is not None:
+        score = call.softcap * torch.tanh(score / call.softcap)
+    score[..., :head].masked_fill_(torch.arange(head, device=key.device)[None] > rows, float("-inf"))
+    score[..., mixed:].masked_fill_(columns[None] > rows, float("-inf"))
+    if call.sinks is not None:
+        extra = call.sinks.to(score).reshape(score.shape[1], score.shape[2], 1, 1)
+        score = torch.cat([score, extra.expand(*score.shape[:1], -1, -1, score.shape[3], -1)], -1)
+    weights = torch.softmax(score, -1)[..., :hi]
+    tail = weights[..., mixed:]
+    return (
+        weights[..., :head] @ value[:, :, None, :head]
+        + weights[..., head:mixed] @ coded_value[:, :, None, head:mixed]
+        + (tail * dense) @ value[:, :, None, rest]
+        + (tail * ~dense) @ coded_value[:, :, None, rest]
+    )
+
+
+@contextmanager
+def simulated(
+    model: Any, transforms: Mapping[int, LayerTransform] | None, sink: int, recent: int
+) -> Iterator[None]:
+    """Within this context the model attends as if it decoded with these transforms; None = dense."""
+    placed: dict[int, LayerTransform] = {}
+
+    def observer(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        index = int(call.module.layer_idx)  # type: ignore[arg-type]
+        if transforms is None or index not in transforms:
+            return call.base()
+        if index not in placed or placed[index].key_in.device != call.key.device:
+            placed[index] = transforms[index].to(call.key.device)
+        return two_tier_attention(call, placed[index], sink, recent)
+
+    with intercepted(model, observer):
+        yield
+
+
+@torch.inference_mode()
+def hidden_states(
+    model: Any, tokens: Tensor, transforms: Mapping[int, LayerTransform] | None, sink: int, recent: int
+) -> Tensor:
+    """The decoder's final hidden states for one window, ``[T, hidden]``, dense or simulated.
+
+    Args:
+        model: causal LM.
+        tokens: ``[T]`` int64.
+    """
+    with simulated(model, transforms, sink, recent):
+        output = model.base_model(input_ids=tokens[None].to(model.device), use_cache=False)
+    return output.last_hidden_state[0]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def headless(model: Any) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Gives the map from hidden states ``[N, hidden]`` to logits ``[N, vocabulary]`` exactly as the model computes them,
+    soft caps and scales included: its own forward, with the decoder replaced by the given states."""
+    decoder = model.base_model
+    held: dict[str, Tensor] = {}
+    stock = decoder.__dict__.get("forward")
+
+    def replay(*_: Any, **__: Any) -> SimpleNamespace:
+        return _Replay(last_hidden_state=held["states"])
+
+    @torch.inference_mode()
+    def head(states: Tensor) -> Tensor:
+        held["states"] = states[None]
+        dummy = torch.zeros(1, states.shape[0], dtype=torch.int64, device=model.device)
+        logits: Tensor = model(input_ids=dummy, use_cache=False).logits[0]
+        return logits
+
+    decoder.forward = replay
+    try:
+        yield head
+    finally:
+        if stock is None:
+            del decoder.forward
+        else:
+            decoder.forward = stock
+
+
+class _Replay(SimpleNamespace):
+    """Decoder output: the states, and None for whatever else a model asks of it."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 0:
+            states: Tensor = self.last_hidden_state
+            return states
+        raise IndexError(index)
+
+
+@dataclass
+class TokenMetrics:
+    """Per position of one window, for the prediction of the next token: ``[T - 1]`` each, float32 / bool.
+
+    Attributes:
+        kl: KL(dense || quantized) of the next-token distribution, nats.
+        agree: both put the same token first.
+        nll: negative log-likelihood of the true next token under the quantized model, nats.
+    """
+
+    kl: Tensor
+    agree: Tensor
+    nll: Tensor
+
+
+@torch.inference_mode()
+def compare(
+    model: Any,
+    tokens: Tensor,
+    methods: Mapping[str, Mapping[int, LayerTransform] | None],
+    sink: int,
+    recent: int,
+    start: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, TokenMetrics]:
+    """Compare methods with the dense cache on one window.
+
+    Args:
+        model: causal LM, in eval mode.
+        tokens: ``[T]`` int64.
+        methods: transforms by name; None = dense.
+        sink, recent: windows.
+        start: first position that is measured; earlier entries of the result are NaN (kl, nll) and False.
+        progress: told each method's name when its pass is done.
+
+    Returns:
+        Metrics by method. Logits exist for a few positions at a time.
+    """
+    states = {}
+    reference = hidden_states(model, tokens, None, sink, recent)
+    for name, transforms in methods.items():
+        states[name] = reference if transforms is None else hidden_states(model, tokens, transforms, sink, recent)
+        if progress:
+            progress(name)
+    target = tokens[1:].to(reference.device)
+    last = len(tokens) - 1
+    result = {
+        name: TokenMetrics(
+            torch.full((last,), float("nan")), torch.zeros(last, dtype=torch.bool), torch.full((last,), float("nan"))
+        )
+        for name in methods
+    }
+    step = max(1, LOGITS_AT_ONCE // model.get_output_embeddings().weight.shape[0])
+    with headless(model) as head:
+        for lo in range(start, last, step):
+            span = slice(lo, min(last, lo + step))
+            full = torch.log_softmax(head(reference[span]).float(), -1)
+            for name, hidden in states.items():
+                log = full if hidden is reference else torch.log_softmax(head(hidden[span]).float(), -1)
+                kl = (full.exp() * (full - log)).sum(-1)
+                result[name].kl[span] = kl.clamp_min(0.0).cpu()
+                result[name].agree[span] = (full.argmax(-1) == log.argmax(-1)).cpu()
+                result[name].nll[span] = -log.gather(-1, target[span, None])[:, 0].cpu()
+    return result

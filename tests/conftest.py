@@ -1,0 +1,55 @@
+"""Tiny random models and transforms shared by the tests."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+from oscar_kv.config import OscarConfig
+from oscar_kv.method.codecs import CodecSpec
+from oscar_kv.method.transform import LayerTransform
+
+torch.set_num_threads(int(os.environ.get("OSCAR_TEST_THREADS", "2")))
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_empty(monkeypatch: pytest.MonkeyPatch):
+    """``torch.empty`` gives NaN, so that reading memory nobody wrote shows."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.manual_seed(0)
+
+
+def random_transform(heads: int = 2, dim: int = 64, value_dim: int | None = None, seed: int = 0, **codec) -> LayerTransform:
+    """Random well-conditioned, non-orthogonal, centred transform."""
+    g = torch.Generator().manual_seed(seed)
+    value_dim = value_dim or dim
+
+    def matrix(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        q = torch.linalg.qr(torch.randn(heads, n, n, generator=g, dtype=torch.float64))[0]
+        scale = 0.5 + torch.rand(heads, 1, n, generator=g, dtype=torch.float64)
+        into = (q * scale).float()
+        return into, torch.linalg.inv(into.double()).float()
+
+    key_in, key_back = matrix(dim)
+    value_in, output_out = matrix(value_dim)
+    spec = CodecSpec(**codec)
+    return LayerTransform(
+        key_in=key_in,
+        query_in=key_back.mT.contiguous(),
+        value_in=value_in,
+        output_out=output_out,
+        key_mean=torch.randn(heads, dim, generator=g),
+        value_mean=torch.randn(heads, value_dim, generator=g) * 0.3,
+        key_codec=spec,
+        value_codec=spec,
+    )
+
+
+@pytest.fixture
+def small_config() -> OscarConfig:
+    """Windows small enough that a short text has history in every tier."""
+    return OscarConfig(sink=4, recent=8, slack=4, page_size=8)

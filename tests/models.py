@@ -1,0 +1,73 @@
+"""Tiny random models of every family the cache is tested on: 2 layers, 4 query / 2 KV heads, vocabulary 256."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+COMMON = dict(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=4096,
+    bos_token_id=1,
+    eos_token_id=None,
+    pad_token_id=0,
+)
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "gemma2": ("Gemma2Config", {"sliding_window": 8, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 20.0}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"sliding_window": 8, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "phi3": ("Phi3Config", {}),
+    "glm4": ("Glm4Config", {"attention_bias": True}),
+    "olmo2": ("Olmo2Config", {}),
+    "granite": ("GraniteConfig", {}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": None}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "sliding_window": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+}
+
+
+def tiny_config(family: str = "llama", **changes: Any) -> Any:
+    import transformers
+
+    name, extra = FAMILIES[family]
+    settings = {**COMMON, **extra, **changes}
+    return getattr(transformers, name)(**settings)
+
+
+def tiny_model(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A random model in eval mode whose attention is not uniform (projections scaled up)."""
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(family, **changes)
+    kwargs = {"experts_implementation": "eager"} if "num_local_experts" in FAMILIES[family][1] else {}
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, **kwargs).to(dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name and parameter.dim() > 1:
+                parameter.mul_(4.0)
+            if name.endswith("k_proj.bias"):
+                parameter.add_(torch.randn_like(parameter))
+    return model
