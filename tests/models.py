@@ -71,3 +71,27 @@ def tiny_model(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.
             if name.endswith("k_proj.bias"):
                 parameter.add_(torch.randn_like(parameter))
     return model
+
+
+def tiny_tokenizer() -> Any:
+    """One token per byte: 256 of them, and no file to download. Token 1 is put before a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{alphabet[1]} $A", special_tokens=[(alphabet[1], 1)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=alphabet[0], bos_token=alphabet[1])
+
+
+def save_tiny(folder: Any, family: str = "llama", chat_template: str | None = None, **changes: Any) -> Any:
+    """Write a tiny model and its tokenizer into a folder, as ``from_pretrained`` reads them; returns the folder."""
+    tiny_model(family, **changes).save_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
+    return folder

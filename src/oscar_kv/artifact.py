@@ -166,7 +166,8 @@ class Artifact:
             if layer.index not in self.layers:
                 raise ArtifactError(f"layer {layer.index} of the model has no transform in this artifact")
             t = self.layers[layer.index]
-            found = (t.num_kv_heads, t.key_dim, t.value_dim)
+            heads = layer.num_kv_heads if self._for_every_head(t) else t.num_kv_heads
+            found = (heads, t.key_dim, t.value_dim)
             if layer.key_dim and found != (layer.num_kv_heads, layer.key_dim, layer.value_dim):
                 raise ArtifactError(
                     f"layer {layer.index}: the artifact is for {found[0]} KV heads of dims {found[1:]}, the model has "
@@ -175,6 +176,21 @@ class Artifact:
         if extra := sorted(set(self.layers) - {layer.index for layer in geometry.packed}):
             raise ArtifactError(f"the artifact has a transform for layer {extra[0]}, which the model does not pack")
         return geometry
+
+    def for_model(self, model_or_config: Any) -> dict[int, LayerTransform]:
+        """The transforms by layer id, with as many heads as the model has: what caches and engines take.
+
+        Raises:
+            ArtifactError: see :meth:`check_model`.
+        """
+        heads = {layer.index: layer.num_kv_heads for layer in self.check_model(model_or_config).packed}
+        return {
+            i: t.expand_heads(heads[i]) if heads[i] and self._for_every_head(t) else t for i, t in self.layers.items()
+        }
+
+    def _for_every_head(self, transform: LayerTransform) -> bool:
+        """Imported rotations may be one per layer, for however many KV heads the model has."""
+        return self.method == "imported" and transform.num_kv_heads == 1
 
     def problems(self) -> list[str]:
         """Everything ``oscar verify`` finds wrong without a model: non-finite tensors, pairs that are not inverse."""

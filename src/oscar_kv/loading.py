@@ -24,7 +24,7 @@ def source_of(model: str) -> tuple[str, dict[str, Any]]:
         with open(path, "rb") as file:
             if file.read(4) != b"GGUF":
                 raise InputError(f"{model} is not a GGUF file (it does not start with 'GGUF')")
-        return str(path.resolve().parent), {"gguf_file": path.name}
+        return str(path.absolute().parent), {"gguf_file": path.name}
     if path.is_dir():
         if not (path / "config.json").exists():
             raise InputError(f"{model} is a folder without config.json; a .gguf file is named by its own path")

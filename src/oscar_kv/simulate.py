@@ -21,7 +21,8 @@ from .cache.policy import packed_span, reads_dense
 from .method.transform import LayerTransform
 
 QUERY_BLOCK = 128  # query positions handled at once
-LOGITS_AT_ONCE = 1 << 22  # elements of the logits that exist at once (16 MiB)
+LOGITS_AT_ONCE = 1 << 22  # elements of the logits that exist at once (16 MiB) on a CPU
+LOGITS_AT_ONCE_DEVICE = 1 << 26  # on a GPU
 
 
 def two_tier_attention(
@@ -38,18 +39,16 @@ def two_tier_attention(
         Output ``[B, T, Hq, Dv]`` in the query's dtype, and None for the weights.
     """
     dtype = torch.promote_types(call.query.dtype, torch.float32)
-    coded_key, coded_value = transform.requantize(call.key, call.value)
-    query, key, value = call.query.to(dtype), call.key.to(dtype), call.value.to(dtype)
-    coded_key, coded_value = coded_key.to(dtype), coded_value.to(dtype)
-    batch, query_heads, tokens, _ = query.shape
+    coded_key, coded_value = (t.to(dtype) for t in transform.requantize(call.key, call.value))
+    key, value = call.key.to(dtype), call.value.to(dtype)
+    coded_key[:, :, :sink], coded_value[:, :, :sink] = key[:, :, :sink], value[:, :, :sink]
+    batch, query_heads, tokens, dim = call.query.shape
     heads = key.shape[1]
-    query = query.reshape(batch, heads, -1, tokens, query.shape[-1])  # [B, Hkv, G, T, D]
+    query = (call.query.to(dtype) * call.scaling).reshape(batch, heads, -1, tokens, dim)  # [B, Hkv, G, T, D]
     output = query.new_empty(*query.shape[:-1], value.shape[-1])
     for lo in range(0, tokens, QUERY_BLOCK):
-        hi = min(tokens, lo + QUERY_BLOCK)
-        output[:, :, :, lo:hi] = _block(
-            query[:, :, :, lo:hi], key, value, coded_key, coded_value, lo, hi, sink, recent, call
-        )
+        block = slice(lo, min(tokens, lo + QUERY_BLOCK))
+        output[:, :, :, block] = _block(query[:, :, :, block], key, value, coded_key, coded_value, lo, sink, recent, call)
     return output.reshape(batch, query_heads, tokens, -1).transpose(1, 2).to(call.query.dtype).contiguous(), None
 
 
@@ -60,43 +59,35 @@ def _block(
     coded_key: Tensor,
     coded_value: Tensor,
     lo: int,
-    hi: int,
     sink: int,
     recent: int,
     call: AttentionCall,
 ) -> Tensor:
-    """Queries ``[lo, hi)``. Columns split into sinks, history packed for all of them, and the mixed rest."""
+    """Queries ``lo ..``, ``[B, Hkv, G, T, D]``, over mostly coded columns; those from ``mixed`` on may be dense for some."""
+    batch, heads, group, tokens, dim = query.shape
+    hi = lo + tokens
     _, mixed = packed_span(lo, sink, recent)
-    head = min(sink, mixed, hi)
-    columns = torch.arange(mixed, hi, device=key.device)
+    mixed = min(mixed, hi)
     rows = torch.arange(lo, hi, device=key.device)[:, None]
-    dense = reads_dense(columns[None], rows, sink, recent)  # [T, N]
+    columns = torch.arange(hi, device=key.device)[None]
+    dense = reads_dense(columns[:, mixed:], rows, sink, recent)  # [T, N]
+    flat = query.reshape(batch, heads, group * tokens, dim)
 
-    def logits(of: Tensor, columns: slice) -> Tensor:
-        return query @ of[:, :, None, columns].mT
-
-    rest = slice(mixed, hi)
-    parts = [
-        logits(key, slice(0, head)),
-        logits(coded_key, slice(head, mixed)),
-        torch.where(dense, logits(key, rest), logits(coded_key, rest)),
-    ]
-    score = torch.cat(parts, -1) * call.scaling
+    score = (flat @ coded_key[:, :, :hi].mT).view(batch, heads, group, tokens, hi)
+    tail = (flat @ key[:, :, mixed:hi].mT).view(batch, heads, group, tokens, hi - mixed)
+    score[..., mixed:] = torch.where(dense, tail, score[..., mixed:])
     if call.softcap is not None:
         score = call.softcap * torch.tanh(score / call.softcap)
-    score[..., :head].masked_fill_(torch.arange(head, device=key.device)[None] > rows, float("-inf"))
-    score[..., mixed:].masked_fill_(columns[None] > rows, float("-inf"))
+    first = min(lo, mixed)  # columns before it are visible to all these queries
+    score[..., first:].masked_fill_(columns[:, first:] > rows, float("-inf"))
     if call.sinks is not None:
-        extra = call.sinks.to(score).reshape(score.shape[1], score.shape[2], 1, 1)
-        score = torch.cat([score, extra.expand(*score.shape[:1], -1, -1, score.shape[3], -1)], -1)
+        extra = call.sinks.to(score).reshape(1, heads, group, 1, 1)
+        score = torch.cat([score, extra.expand(batch, -1, -1, tokens, -1)], -1)
     weights = torch.softmax(score, -1)[..., :hi]
-    tail = weights[..., mixed:]
-    return (
-        weights[..., :head] @ value[:, :, None, :head]
-        + weights[..., head:mixed] @ coded_value[:, :, None, head:mixed]
-        + (tail * dense) @ value[:, :, None, rest]
-        + (tail * ~dense) @ coded_value[:, :, None, rest]
-    )
+    difference = value[:, :, mixed:hi] - coded_value[:, :, mixed:hi]
+    output = weights.reshape(batch, heads, group * tokens, hi) @ coded_value[:, :, :hi]
+    output += (weights[..., mixed:] * dense).reshape(batch, heads, group * tokens, -1) @ difference
+    return output.view(batch, heads, group, tokens, -1)
 
 
 @contextmanager
@@ -228,7 +219,8 @@ def compare(
         )
         for name in methods
     }
-    step = max(1, LOGITS_AT_ONCE // model.get_output_embeddings().weight.shape[0])
+    budget = LOGITS_AT_ONCE if reference.device.type == "cpu" else LOGITS_AT_ONCE_DEVICE
+    step = max(1, budget // model.get_output_embeddings().weight.shape[0])
     with headless(model) as head:
         for lo in range(start, last, step):
             span = slice(lo, min(last, lo + step))

@@ -33,7 +33,7 @@ class DenseStore:
             self.values = torch.cat([self.values, value], 2)
         self.length = self.keys.shape[2]
 
-    def history(self) -> DenseHistory:
+    def history(self, ahead: int = 0) -> DenseHistory:
         return DenseHistory(self.length, self.keys, self.values)
 
     def crop(self, length: int) -> None:

@@ -66,7 +66,7 @@ class Store(Protocol):
     length: int
 
     def append(self, key: Tensor, value: Tensor, padding: Tensor | None = None) -> None: ...
-    def history(self) -> History: ...
+    def history(self, ahead: int = 0) -> History: ...
     def crop(self, length: int) -> None: ...
     def select(self, rows: Tensor) -> None: ...
     def repeat(self, repeats: int) -> None: ...
@@ -193,9 +193,13 @@ class PackedStore:
 
     # -- read --------------------------------------------------------------------------------------------------
 
-    def history(self) -> PackedHistory:
-        """What a call that starts at the present length reads. Dense copies are taken now; pages are read later."""
-        return PackedHistory(self)
+    def history(self, ahead: int = 0) -> PackedHistory:
+        """What a call that starts at the present length reads. Dense copies are taken now; pages are read later.
+
+        Args:
+            ahead: read as a query that many tokens further on would if it came in a call of its own.
+        """
+        return PackedHistory(self, ahead)
 
     def rows(self, lo: int, hi: int) -> Tensor:
         """Stored bytes of columns ``[lo, hi)``, uint8 ``[B, hi - lo, Hkv, row_bytes]``."""
@@ -281,11 +285,12 @@ def packed_nbytes(
 
 
 class PackedHistory:
-    """What a call starting at ``store.length`` reads; see :class:`History`."""
+    """What a call starting at ``store.length`` reads; see :class:`History`. Tiers are those of a call ``ahead`` later."""
 
-    def __init__(self, store: PackedStore) -> None:
+    def __init__(self, store: PackedStore, ahead: int = 0) -> None:
         self.store = store
-        self.start = store.length
+        self.start = store.length  # columns held
+        self.reader = store.length + ahead  # column that the tier rule is asked for
         self.oldest_copy = store.oldest_copy
         self.pads = store.pads
         w = store.windows
@@ -315,8 +320,8 @@ class PackedHistory:
         """Columns ``[lo, hi)`` outside which no row reads codes."""
         config = self.store.config
         first = 0 if self.pads is None else int(self.pads.min())
-        lo, hi = packed_span(self.start - first, config.sink, config.recent, max(0, self.oldest_copy - first))
-        return lo + first, hi + first
+        lo, hi = packed_span(self.reader - first, config.sink, config.recent, max(0, self.oldest_copy - first))
+        return lo + first, max(lo, min(hi, self.start - first)) + first
 
     @property
     def all_dense(self) -> bool:
@@ -351,5 +356,5 @@ class PackedHistory:
             columns = torch.arange(first, last, device=keys.device)
             pads = self._pads(keys.device)
             position = columns - pads  # [B, N]
-            codes = ~reads_dense(position, self.start - pads, config.sink, config.recent, self.oldest_copy - pads)
+            codes = ~reads_dense(position, self.reader - pads, config.sink, config.recent, self.oldest_copy - pads)
             yield Block(keys, values, columns, codes & (position >= 0))

@@ -56,9 +56,8 @@ class OscarCache(Cache):  # type: ignore[misc]
     ) -> None:
         windows = {"sink": sink, "recent": recent, "slack": slack}
         self.settings = artifact.config.with_(**{k: v for k, v in windows.items() if v is not None})
-        geometry = artifact.check_model(model)
-        stores = {i: PackedStore(t, self.settings) for i, t in artifact.layers.items()}
-        self._build(model, geometry, stores)
+        stores = {i: PackedStore(t, self.settings) for i, t in artifact.for_model(model).items()}
+        self._build(model, model_geometry(model.config), stores)
 
     @classmethod
     def dense(cls, model: Any) -> OscarCache:
@@ -175,6 +174,7 @@ class OscarLayer(CacheLayerMixin):  # type: ignore[misc]
         self.store = store
         self.index = index
         self.batch_size = -1
+        self.stepwise = False  # several tokens of one call each read what single steps would read
         self._waiting = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -187,7 +187,7 @@ class OscarLayer(CacheLayerMixin):  # type: ignore[misc]
                 "between cache and attention, or a forward call was interrupted (reset() the cache)"
             )
         key_states, value_states = key_states.view_as(key_states), value_states.view_as(value_states)
-        setattr(key_states, HANDLE, _Handle(self, self.store.history()))
+        setattr(key_states, HANDLE, _Handle(self, key_states.shape[2]))
         self._waiting = True
         self.is_initialized = True
         self.batch_size = key_states.shape[0]
@@ -197,6 +197,10 @@ class OscarLayer(CacheLayerMixin):  # type: ignore[misc]
         """Called by the attention function, which alone knows the padding."""
         self._waiting = False
         self.store.append(key, value, padding)
+
+    def activate_past_recording(self) -> None:
+        """Assisted decoding announces itself: from now on, short calls are verified exactly as single steps would decode."""
+        self.stepwise = True
 
     def get_seq_length(self) -> int:
         return self.store.length
@@ -244,40 +248,51 @@ class OscarLayer(CacheLayerMixin):  # type: ignore[misc]
 class _Handle:
     """Travels on the key tensor from the cache to the attention function; layers that share keys share it."""
 
-    def __init__(self, layer: OscarLayer, history: History) -> None:
+    def __init__(self, layer: OscarLayer, tokens: int) -> None:
         self.layer = layer
-        self.history = history
         self.taken = False
+        store = layer.store
+        steps = tokens if layer.stepwise and isinstance(store, PackedStore) and tokens <= store.config.slack + 1 else 1
+        self.histories = [store.history(ahead) for ahead in range(steps)]  # before the new tokens overwrite dense copies
 
     def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        history = self.history
+        start, tokens = self.histories[0].start, call.key.shape[2]
         if not self.taken:
             self.taken = True
-            self.layer.take(call.key, call.value, left_padding(call.mask, history.start, call.key.shape[2]))
-        if history.start == 0:
+            self.layer.take(call.key, call.value, left_padding(call.mask, start, tokens))
+        if start == 0:
             return call.base()
-        if history.all_dense:
-            keys, values = history.contiguous()
+        if self.histories[-1].all_dense:
+            keys, values = self.histories[-1].contiguous()
             return call.base(torch.cat([keys, call.key], 2), torch.cat([values, call.value], 2))
         if call.kwargs.get("position_bias") is not None:
             raise NotImplementedError("a position bias on the logits is not supported over packed history")
         if call.module.training and call.kwargs.get("dropout"):
             raise NotImplementedError("attention dropout is not supported over packed history: call model.eval()")
-        device = call.key.device
-        new = Block(call.key, call.value, torch.arange(history.start, history.start + call.key.shape[2], device=device))
+        if len(self.histories) == 1:
+            output = self._tiered(call, self.histories[0], slice(0, tokens))
+        else:
+            steps = [self._tiered(call, history, slice(t, t + 1)) for t, history in enumerate(self.histories)]
+            output = torch.cat(steps, 2)
+        return output.transpose(1, 2).contiguous(), None
+
+    def _tiered(self, call: AttentionCall, history: History, queries: slice) -> Tensor:
+        """Output ``[B, Hq, T, Dv]`` of some of the call's queries."""
         store = self.layer.store
+        key, value = call.key[:, :, : queries.stop], call.value[:, :, : queries.stop]
+        columns = torch.arange(history.start, history.start + queries.stop, device=key.device)
         output, _ = tiered_attention(
-            call.query,
-            [*history.dense_blocks(), new],
+            call.query[:, :, queries],
+            [*history.dense_blocks(), Block(key, value, columns)],
             history.packed_blocks(),
             store.transform if isinstance(store, PackedStore) else None,
-            start=history.start,
+            start=history.start + queries.start,
             scaling=call.scaling,
-            mask=call.mask,
+            mask=None if call.mask is None else call.mask[:, :, queries],
             softcap=call.softcap,
             sinks=call.sinks,
         )
-        return output.transpose(1, 2).contiguous(), None
+        return output
 
 
 def left_padding(mask: Tensor | None, start: int, tokens: int) -> Tensor | None:

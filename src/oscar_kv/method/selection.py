@@ -1,7 +1,7 @@
 """Local error: what a candidate transform does to one layer's attention output, judged on held-out tokens.
 
 A good first judge and not a safe last one (errors add up through layers in ways it does not see): it prunes, measured KL
-decides (:mod:`oscar_kv.calibrate.select`).
+decides (:mod:`oscar_kv.calibration.select`).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ attention output returns through ``output_out``, ``value_in @ output_out = I``.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,6 +68,19 @@ class LayerTransform:
     def to(self, device: torch.device | str) -> LayerTransform:
         return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
 
+    def expand_heads(self, heads: int) -> LayerTransform:
+        """This transform for ``heads`` KV heads: itself, or the one head it holds repeated for each of them.
+
+        Raises:
+            ValueError: it holds another number of heads than one or ``heads``.
+        """
+        if self.num_kv_heads == heads:
+            return self
+        if self.num_kv_heads != 1:
+            raise ValueError(f"a transform of {self.num_kv_heads} KV heads cannot stand for {heads}")
+        repeated: dict[str, Any] = {n: t.expand(heads, *t.shape[1:]).contiguous() for n, t in self.tensors().items()}
+        return replace(self, **repeated)
+
     def transform_key(self, key: Tensor) -> Tensor:
         """``[..., Hkv, T, D]`` to the stored space, float64 (so that a token's bytes do not depend on its batch)."""
         return (key.double() - self.key_mean.double().unsqueeze(-2)) @ self.key_in.double()
@@ -78,14 +92,17 @@ class LayerTransform:
     def requantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """What attention would read for these tokens if all were packed: ``k^`` and ``v^`` in the model's space.
 
-        ``[..., Hkv, T, D]`` to float32 of the same shape; computes in float32. Used where bytes need not be
-        reproduced (selection, simulation); the cache encodes from the float64 transform.
+        ``[..., Hkv, T, D]`` to the same shape. Computes in float32, so that a value within rounding of a threshold may get
+        another code than in the cache (whose transform is float64); in float64, and then identically, for float64 input.
         """
         key_codec, value_codec = self.codecs()
-        k = (key.float() - self.key_mean.unsqueeze(-2)) @ self.key_in
-        v = (value.float() - self.value_mean.unsqueeze(-2)) @ self.value_in
-        k = key_codec.decode(key_codec.encode(k)) @ self.query_in.mT + self.key_mean.unsqueeze(-2)
-        v = value_codec.decode(value_codec.encode(v)) @ self.output_out + self.value_mean.unsqueeze(-2)
+        dtype = torch.promote_types(key.dtype, torch.float32)
+        t = {name: tensor.to(dtype) for name, tensor in self.tensors().items()}
+        key_mean, value_mean = t["key_mean"].unsqueeze(-2), t["value_mean"].unsqueeze(-2)
+        k = (key.to(dtype) - key_mean) @ t["key_in"]
+        v = (value.to(dtype) - value_mean) @ t["value_in"]
+        k = key_codec.decode(key_codec.encode(k)).to(dtype) @ t["query_in"].mT + key_mean
+        v = value_codec.decode(value_codec.encode(v)).to(dtype) @ t["output_out"] + value_mean
         return k, v
 
     def inverse_error(self) -> float:

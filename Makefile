@@ -1,0 +1,34 @@
+# Two commands set up a fresh machine: `make demo` and `make test`.
+#
+#   TORCH      what to install as torch, e.g. make demo TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
+#   PIP_INDEX  an extra package index for everything else
+
+PYTHON    ?= python3
+TORCH     ?= torch==2.13.0
+PIP_INDEX ?=
+VENV      ?= .venv
+BIN       := $(VENV)/bin
+PIP       := $(BIN)/python -m pip install --quiet $(if $(PIP_INDEX),--extra-index-url $(PIP_INDEX))
+
+.PHONY: demo test lint install clean
+
+demo: install
+	$(BIN)/oscar demo
+
+test: install lint
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
+
+lint: install
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/mypy
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(PIP) --editable '.[gguf,test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""From a model and a little text to an artifact."""

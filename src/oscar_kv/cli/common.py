@@ -1,0 +1,246 @@
+"""What the commands share: options, tables, results in two forms, loading, and errors as one line."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, TypeVar
+
+import typer
+
+from ..errors import InputError
+from .progress import Progress
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..artifact import Artifact
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Hub id, local folder, or path of a .gguf file.", show_default=False)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as JSON on standard output.")]
+OutputOption = Annotated[
+    Path | None, typer.Option("--output", metavar="FILE", help="Write the results as JSON to this file.")
+]
+RevisionOption = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")]
+TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model's repository ships.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ... or balanced.")]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+
+PASSED, FAILED = 0, 1  # exit status of a command that checks something
+BAD_INPUT, INTERRUPTED = 2, 130
+
+
+# -- errors ------------------------------------------------------------------------------------------------------
+
+
+def command(function: Callable[P, R]) -> Callable[P, R]:
+    """A subcommand whose errors are one line on standard error; ``OSCAR_TRACEBACK=1`` shows where they come from."""
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        quiet()
+        try:
+            return function(*args, **kwargs)
+        except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
+            raise
+        except KeyboardInterrupt:
+            stop("interrupted: nothing was left behind", INTERRUPTED)
+        except Exception as error:
+            if os.environ.get("OSCAR_TRACEBACK", "") not in ("", "0"):
+                raise
+            stop(f"error: {one_line(error)}", BAD_INPUT)
+
+    return wrapper
+
+
+def stop(message: str, status: int) -> NoReturn:
+    typer.echo(message, err=True)
+    raise typer.Exit(status)
+
+
+def one_line(error: Exception) -> str:
+    """What went wrong in one line, whatever was raised."""
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, (ValueError, OSError, NotImplementedError)):
+        return text or type(error).__name__
+    if "out of memory" in text.lower():
+        return f"out of memory ({text[:160]}): use a shorter length, --dtype bfloat16 or --device cpu"
+    return f"unexpected {type(error).__name__}: {text[:300]} (OSCAR_TRACEBACK=1 shows where; please report it)"
+
+
+def quiet() -> None:
+    """Keep the libraries' progress bars and notices out of our output."""
+    for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
+        os.environ.setdefault(name, "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for category in (FutureWarning, DeprecationWarning, UserWarning):
+        warnings.filterwarnings("ignore", category=category)
+
+
+# -- results -----------------------------------------------------------------------------------------------------
+
+
+def emit(result: dict[str, Any], as_json: bool, output: Path | None, show: Callable[[], None]) -> None:
+    """Print a result, as JSON or for people, and write it as JSON where that was asked for."""
+    text = json.dumps(_finite(result), indent=2, allow_nan=False) + "\n"
+    if output is not None:
+        from ..artifact import write_text
+
+        write_text(output, text)
+    if as_json:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    else:
+        show()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: null stands for what could not be measured."""
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def check_output(output: Path | None) -> None:
+    """Raise InputError now if ``--output`` cannot be written later."""
+    if output is None:
+        return
+    if output.is_dir():
+        raise InputError(f"--output {output} is a folder; name a file")
+    folder = next(p for p in (output.absolute().parent, *output.absolute().parents) if p.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise InputError(f"--output {output}: {folder} is not a folder that can be written")
+
+
+def check_folder(folder: Path, option: str = "-o") -> None:
+    """Raise InputError now if an artifact cannot be saved there later; leaves what is there as it is."""
+    from ..artifact import replacing_folder
+
+    class Enough(Exception):
+        pass
+
+    try:
+        with replacing_folder(folder):
+            raise Enough
+    except Enough:
+        return
+    except OSError as error:
+        raise InputError(
+            f"{option} {folder}: cannot be written ({error.strerror or error}); choose another folder"
+        ) from error
+
+
+def more_values(given: Sequence[R], extra: Sequence[R], option: str) -> list[R]:
+    """``--text A B C`` as well as ``--text A --text B``: what follows MODEL without an option belongs to ``option``."""
+    if extra and not given:
+        raise InputError(f"unexpected argument {str(extra[0])!r} after MODEL; {option} takes several values")
+    return [*given, *extra]
+
+
+# -- for people --------------------------------------------------------------------------------------------------
+
+
+def console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def say(line: str = "") -> None:
+    """One paragraph on standard output, folded to the terminal, without markup."""
+    console().print(line, soft_wrap=not sys.stdout.isatty())
+
+
+def note(line: str) -> None:
+    """One line on standard error."""
+    typer.echo(line, err=True)
+
+
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+    """A table; columns whose name starts with ``<`` are text and may fold, the others are numbers and are never cut."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title or None, title_justify="left")
+    for name in columns:
+        if name.startswith("<"):
+            table.add_column(name[1:], overflow="fold")
+        else:
+            table.add_column(name, justify="right", no_wrap=all(" " not in row for row in name.split("\n")))
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)
+
+
+def ranges(indices: Sequence[int]) -> str:
+    """``[0, 1, 2, 5]`` as ``"0-2, 5"``."""
+    parts: list[list[int]] = []
+    for i in indices:
+        if parts and i == parts[-1][1] + 1:
+            parts[-1][1] = i
+        else:
+            parts.append([i, i])
+    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in parts)
+
+
+def lengths(tokens: int) -> str:
+    """``32768`` as ``"32K"``."""
+    return f"{tokens // 1024}K" if tokens >= 1024 and tokens % 1024 == 0 else str(tokens)
+
+
+def short(model: str) -> str:
+    """A model's name without the folders it lies in."""
+    return Path(model).name if Path(model).exists() else model
+
+
+# -- models ------------------------------------------------------------------------------------------------------
+
+
+def load(
+    model: str,
+    progress: Progress,
+    *,
+    artifact: Artifact | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[Any, Any]:
+    """Model and tokenizer; whatever can be refused from the config alone is refused before the weights are read."""
+    progress.step(f"importing libraries, reading the config of {short(model)}")
+    from ..geometry import model_geometry
+    from ..loading import load_config, load_model, load_tokenizer, parse_dtype
+
+    hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    parse_dtype(dtype)
+    config = load_config(model, **hub)
+    model_geometry(config).require_packable()
+    if artifact is not None:
+        artifact.check_model(config)
+    progress.step(f"loading {short(model)}")
+    tokenizer = load_tokenizer(model, **hub)
+    return load_model(model, device=device, dtype=dtype, **hub), tokenizer
+
+
+def position_limit(model: Any) -> int | None:
+    """How many positions a model (or its config) is made for, if it says so."""
+    config = getattr(model, "config", model)
+    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return int(limit) if limit else None

@@ -1,0 +1,219 @@
+"""``oscar generate``: greedy text with the 2-bit cache, and beside it with the dense one."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import InputError
+from .common import (
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelArgument,
+    OutputOption,
+    RevisionOption,
+    TrustOption,
+    check_output,
+    command,
+    emit,
+    load,
+    position_limit,
+    say,
+    short,
+)
+from .progress import Progress
+
+
+@command
+def generate(
+    model: ModelArgument,
+    artifact: Annotated[Path, typer.Option("--artifact", metavar="DIR", help="What `oscar calibrate` wrote.")],
+    prompt: Annotated[str | None, typer.Option("--prompt", help="The prompt [default: standard input].")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option("--prompt-file", metavar="FILE", help="Read the prompt from here.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens to generate at most.")] = 128,
+    compare: Annotated[bool, typer.Option("--compare", help="Also generate with the dense cache.")] = False,
+    revision: RevisionOption = None,
+    trust_remote_code: TrustOption = False,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    as_json: JsonOption = False,
+    output: OutputOption = None,
+) -> None:
+    """Continue a prompt greedily, reading history from 2-bit codes."""
+    check_output(output)
+    if max_new_tokens < 1:
+        raise InputError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
+    text = read_prompt(prompt, prompt_file)
+    from ..artifact import Artifact
+
+    loaded = Artifact.load(artifact)
+    with Progress() as progress:
+        how: dict[str, Any] = {
+            "device": device,
+            "dtype": dtype,
+            "revision": revision,
+            "trust_remote_code": trust_remote_code,
+        }
+        lm, tokenizer = load(model, progress, artifact=loaded, **how)
+    from ..integrations.transformers import OscarCache
+
+    ids = encode(tokenizer, text, chat, short(model))
+    limit = position_limit(lm)
+    if limit and ids.shape[1] + max_new_tokens > limit:
+        raise InputError(
+            f"{ids.shape[1]} prompt tokens and {max_new_tokens} new ones do not fit the {limit} positions of "
+            f"{short(model)}: shorten the prompt or --max-new-tokens"
+        )
+    live = sys.stdout.isatty() and not as_json and not compare
+    packed = continue_text(lm, tokenizer, ids, OscarCache(loaded, lm, slack=0), max_new_tokens, live)
+    result: dict[str, Any] = {"model": short(model), "prompt_tokens": ids.shape[1], "oscar": packed}
+    if compare:
+        dense = continue_text(lm, tokenizer, ids, OscarCache.dense(lm), max_new_tokens)
+        result |= {"dense": dense, "first_difference": first_difference(packed["tokens"], dense["tokens"])}
+
+    def show() -> None:
+        if not compare:
+            if not live:
+                print(packed["text"])
+            say(summary(packed))
+            return
+        for name in ("dense", "oscar"):
+            say(f"--- {name}: {summary(result[name])}")
+            print(result[name]["text"])
+        where = result["first_difference"]
+        say("--- " + ("the same tokens" if where is None else f"first different token: number {where + 1}"))
+
+    emit(result, as_json, output, show)
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """From the option, the file, or standard input.
+
+    Raises:
+        InputError: two of them, none, or nothing in there.
+    """
+    if prompt is not None and file is not None:
+        raise InputError("--prompt and --prompt-file exclude each other")
+    if file is not None:
+        from ..calibration.corpus import read_text
+
+        if file.is_dir():
+            raise InputError(f"--prompt-file {file} is a folder; name a file")
+        return read_text([file]).content
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise InputError("no prompt: give --prompt TEXT, --prompt-file FILE, or text on standard input")
+        prompt = sys.stdin.read()
+    if not prompt.strip():
+        raise InputError("the prompt is empty: give --prompt TEXT, --prompt-file FILE, or text on standard input")
+    return prompt
+
+
+def encode(tokenizer: Any, text: str, chat: bool, name: str) -> Any:
+    """Token ids, int64 ``[1, T]``."""
+    if not chat:
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        if not ids.numel():
+            raise InputError("the tokenizer makes no token of the prompt")
+        return ids
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(f"{name} has no chat template: leave out --chat, or use an instruction-tuned model")
+    messages = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
+        "input_ids"
+    ]
+
+
+class Clock:
+    """A streamer that notes when each token came, and hands it on to another streamer."""
+
+    def __init__(self, inner: Any = None) -> None:
+        self.inner = inner
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        self.times.append(time.perf_counter())
+        if self.inner is not None:
+            self.inner.put(value)
+
+    def end(self) -> None:
+        if self.inner is not None:
+            self.inner.end()
+
+
+def continue_text(
+    model: Any, tokenizer: Any, ids: Any, cache: Any, max_new_tokens: int, live: bool = False
+) -> dict[str, Any]:
+    """Generate greedily with a cache.
+
+    Args:
+        ids: prompt, int64 ``[1, T]``.
+        live: print the text as it comes.
+
+    Returns:
+        Text, tokens, seconds of the prompt, tokens per second after the first one, and what the cache holds in the end.
+    """
+    import torch
+
+    inner = None
+    if live:
+        from transformers import TextStreamer
+
+        inner = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    clock = Clock(inner)
+    ids = ids.to(model.device)
+    with torch.inference_mode():
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            streamer=clock,
+        )
+    tokens = out[0, ids.shape[1] :].tolist()
+    times = clock.times  # the prompt first, then each new token
+    spent = times[-1] - times[1] if len(times) > 2 else 0.0
+    return {
+        "text": tokenizer.decode(tokens, skip_special_tokens=True),
+        "tokens": tokens,
+        "prompt_seconds": times[1] - times[0] if len(times) > 1 else None,
+        "tokens_per_second": (len(times) - 2) / spent if spent else None,
+        "cached_tokens": cache.get_seq_length(),
+        "cache_bytes": cache.nbytes,
+        "bits_per_element": cache.bits_per_element(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def first_difference(a: list[int], b: list[int]) -> int | None:
+    """Index of the first token in which two continuations differ; None if they are the same."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return None if len(a) == len(b) else min(len(a), len(b))
+
+
+def speed(result: dict[str, Any]) -> str:
+    rate = result["tokens_per_second"]
+    return "-" if rate is None else f"{rate:.1f}" if rate >= 1 else f"{rate:.2f}"
+
+
+def summary(result: dict[str, Any]) -> str:
+    """One line about a continuation."""
+    from ..evaluate.memory import human
+
+    return (
+        f"{len(result['tokens'])} tokens, {speed(result)} tokens/s, cache {human(result['cache_bytes'])} for "
+        f"{result['cached_tokens']} tokens, {result['bits_per_element']:.2f} bits per element"
+    )
