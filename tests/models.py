@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-COMMON = dict(
-    vocab_size=256,
-    hidden_size=64,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=4096,
-    bos_token_id=1,
-    eos_token_id=None,
-    pad_token_id=0,
-)
+COMMON = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -82,9 +84,7 @@ def tiny_tokenizer() -> Any:
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{alphabet[1]} $A", special_tokens=[(alphabet[1], 1)]
-    )
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{alphabet[1]} $A", special_tokens=[(alphabet[1], 1)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=alphabet[0], bos_token=alphabet[1])
 
 
@@ -95,3 +95,24 @@ def save_tiny(folder: Any, family: str = "llama", chat_template: str | None = No
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@contextmanager
+def short_builtin_text(characters: int = 40_000) -> Iterator[None]:
+    """Within this context only the beginning of each built-in text is used: a token per byte would make it long."""
+    import pytest
+
+    from oscar_kv.calibration import corpus, run
+
+    whole = corpus.builtin_text
+    texts: dict[str, corpus.Text] = {}
+
+    def beginning(split: str) -> corpus.Text:
+        if split not in texts:
+            texts[split] = corpus.Text(f"builtin:{split}", whole(split).content[:characters])
+        return texts[split]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (corpus, run):
+            patch.setattr(module, "builtin_text", beginning)
+        yield

@@ -400,7 +400,9 @@ def test_fault10_compiled_forward_gives_the_same_numbers():
     cache = OscarCache(artifact, model)
     name = cache_argument(type(model).forward)
     with torch.inference_mode():
-        parts = [compiled(input_ids=ids[:, a:b], **{name: cache}, use_cache=True).logits for a, b in ((0, 28), (28, 29), (29, 30))]
+        parts = [
+            compiled(input_ids=ids[:, a:b], **{name: cache}, use_cache=True).logits for a, b in ((0, 28), (28, 29), (29, 30))
+        ]
     assert torch.equal(torch.cat(parts, 1), plain)
 
 

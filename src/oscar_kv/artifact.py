@@ -184,9 +184,7 @@ class Artifact:
             ArtifactError: see :meth:`check_model`.
         """
         heads = {layer.index: layer.num_kv_heads for layer in self.check_model(model_or_config).packed}
-        return {
-            i: t.expand_heads(heads[i]) if heads[i] and self._for_every_head(t) else t for i, t in self.layers.items()
-        }
+        return {i: t.expand_heads(heads[i]) if heads[i] and self._for_every_head(t) else t for i, t in self.layers.items()}
 
     def _for_every_head(self, transform: LayerTransform) -> bool:
         """Imported rotations may be one per layer, for however many KV heads the model has."""
@@ -310,7 +308,5 @@ def _tensor(tensors: dict[str, Tensor], name: str, entry: dict[str, Any], root: 
     shape = (entry["num_kv_heads"], dim) + (() if name.endswith("_mean") else (dim,))
     tensor = tensors[name]
     if tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
-        raise ArtifactError(
-            f"{root / TRANSFORMS}: {name!r} is {tensor.dtype} {tuple(tensor.shape)}, expected float32 {shape}"
-        )
+        raise ArtifactError(f"{root / TRANSFORMS}: {name!r} is {tensor.dtype} {tuple(tensor.shape)}, expected float32 {shape}")
     return tensor

@@ -63,9 +63,7 @@ class AttentionCall:
 
         if self.softcap is None and self.sinks is None:
             kwargs = {name: v for name, v in self.kwargs.items() if name not in ("softcap", "s_aux")}
-            result = sdpa_attention_forward(
-                self.module, self.query, key, value, self.mask, scaling=self.scaling, **kwargs
-            )
+            result = sdpa_attention_forward(self.module, self.query, key, value, self.mask, scaling=self.scaling, **kwargs)
         else:
             eager = getattr(sys.modules[type(self.module).__module__], "eager_attention_forward", None)
             if eager is None:
@@ -92,7 +90,7 @@ def eager_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
     return torch.where(mask, zero, torch.finfo(query.dtype).min)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def oscar_attention(
     module: nn.Module,
     query: Tensor,
@@ -169,5 +167,5 @@ def intercepted(model: Any, observer: Observer) -> Iterator[None]:
 
 
 def cache_argument(function: Callable[..., Any]) -> str:
-    """"cache" or "past_key_values": transformers renamed the argument within version 5."""
+    """ "cache" or "past_key_values": transformers renamed the argument within version 5."""
     return "cache" if "cache" in inspect.signature(inspect.unwrap(function)).parameters else "past_key_values"

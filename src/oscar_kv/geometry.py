@@ -76,9 +76,7 @@ class ModelGeometry:
             "hidden_size": self.hidden_size,
             "vocab_size": self.vocab_size,
             "num_layers": len(self.layers),
-            "layers": [
-                {k: v for k, v in asdict(layer).items() if k not in ("reason", "window")} for layer in self.layers
-            ],
+            "layers": [{k: v for k, v in asdict(layer).items() if k not in ("reason", "window")} for layer in self.layers],
             "rope": self.rope,
         }
         fields["config_hash"] = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]

@@ -26,7 +26,7 @@ def source_of(model: str) -> tuple[str, dict[str, Any]]:
                 raise InputError(f"{model} is not a GGUF file (it does not start with 'GGUF')")
         return str(path.absolute().parent), {"gguf_file": path.name}
     if path.is_dir():
-        if not (path / "config.json").exists():
+        if not (path / "config.json").exists() and not (path / "tokenizer_config.json").exists():
             raise InputError(f"{model} is a folder without config.json; a .gguf file is named by its own path")
         return str(path), {}
     if path.exists():

@@ -28,7 +28,7 @@ from .artifact import INVERSE_TOLERANCE, Artifact
 from .config import DEFAULTS, OscarConfig
 from .errors import InputError
 from .method.codecs import CodecSpec
-from .method.transform import LayerTransform
+from .method.transform import LayerTransform, invert
 
 KEY_FILE, VALUE_FILE = "k_rotation.pt", "v_rotation.pt"
 SHAPES = {1: "[D, D]", 2: "[Hkv, D, D]", 3: "[D, D] or [Hkv, D, D]"}  # of a rotation, by format version
@@ -216,7 +216,7 @@ def _entry(where: str, entry: dict[Any, Any], side: str, version: int) -> _Entry
         product = f"rotation @ {partner if paired else 'rotation'}^T"
         raise InputError(f"{where}: {what}: {product} is off the identity by {error:.1e}, at most {limit:.0e}")
     if error > INVERSE_TOLERANCE:
-        back = torch.linalg.inv(into.double()).mT.float()
+        back = invert(into.double()).mT.float()
 
     def rows(name: str, free: bool = False) -> Tensor:
         """``[D]`` or ``[Hkv, D]`` as ``[1 or Hkv, D]``; ``free``: any ``Hkv`` beside one rotation for all heads."""

@@ -25,9 +25,7 @@ LOGITS_AT_ONCE = 1 << 22  # elements of the logits that exist at once (16 MiB) o
 LOGITS_AT_ONCE_DEVICE = 1 << 26  # on a GPU
 
 
-def two_tier_attention(
-    call: AttentionCall, transform: LayerTransform, sink: int, recent: int
-) -> tuple[Tensor, None]:
+def two_tier_attention(call: AttentionCall, transform: LayerTransform, sink: int, recent: int) -> tuple[Tensor, None]:
     """Attention over one full causal sequence with keys and values of the packed tier replaced by what codes decode to.
 
     Args:
@@ -91,9 +89,7 @@ def _block(
 
 
 @contextmanager
-def simulated(
-    model: Any, transforms: Mapping[int, LayerTransform] | None, sink: int, recent: int
-) -> Iterator[None]:
+def simulated(model: Any, transforms: Mapping[int, LayerTransform] | None, sink: int, recent: int) -> Iterator[None]:
     """Within this context the model attends as if it decoded with these transforms; None = dense."""
     placed: dict[int, LayerTransform] = {}
 

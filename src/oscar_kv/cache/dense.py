@@ -24,11 +24,12 @@ class DenseStore:
     def append(self, key: Tensor, value: Tensor, padding: Tensor | None = None) -> None:
         """Store new tokens. Padding needs no care here: the attention mask hides it."""
         if self.keys is None or self.values is None:
-            check_append(key, value, None, None, None)
+            check_append(key, value, None, None, None, None)
             self.keys, self.values = key.clone(), value.clone()
         else:
             dims = (self.keys.shape[-1], self.values.shape[-1])
-            check_append(key, value, self.keys.shape[1], self.keys.shape[0], dims)
+            dtypes = (self.keys.dtype, self.values.dtype)
+            check_append(key, value, self.keys.shape[1], self.keys.shape[0], dims, dtypes)
             self.keys = torch.cat([self.keys, key], 2)
             self.values = torch.cat([self.values, value], 2)
         self.length = self.keys.shape[2]

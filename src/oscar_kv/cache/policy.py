@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any
 
 from torch import Tensor
 
-Position = TypeVar("Position", int, Tensor)
 
-
-def reads_dense(position: Position, start: Position, sink: int, recent: int, oldest_copy: int | Tensor = 0) -> Position:
+def reads_dense(position: int | Tensor, start: int | Tensor, sink: int, recent: int, oldest_copy: int | Tensor = 0) -> Any:
     """Whether a key is read in model precision (True) or from its 2-bit code (False).
 
     Dense if it is a sink, if it belongs to the present call, or if it is within the recent window and its dense copy

@@ -75,16 +75,23 @@ class Store(Protocol):
     def nbytes(self) -> int: ...
 
 
-def check_append(key: Tensor, value: Tensor, heads: int | None, batch: int | None, dims: tuple[int, int] | None) -> None:
+def check_append(
+    key: Tensor,
+    value: Tensor,
+    heads: int | None,
+    batch: int | None,
+    dims: tuple[int, int] | None,
+    dtypes: tuple[torch.dtype, torch.dtype] | None,
+) -> None:
     """Raise ValueError unless key ``[B, Hkv, T, D]`` and value ``[B, Hkv, T, Dv]`` fit what the store already holds."""
     if key.dim() != 4 or value.dim() != 4 or key.shape[:3] != value.shape[:3]:
-        raise ValueError(
-            f"expected key [B, Hkv, T, D] and value [B, Hkv, T, Dv], got {tuple(key.shape)}, {tuple(value.shape)}"
-        )
+        raise ValueError(f"expected key [B, Hkv, T, D] and value [B, Hkv, T, Dv], got {tuple(key.shape)}, {tuple(value.shape)}")
     if heads is not None and key.shape[1] != heads:
         raise ValueError(f"the artifact has {heads} KV heads for this layer, the keys have {key.shape[1]}")
     if dims is not None and (key.shape[-1], value.shape[-1]) != dims:
         raise ValueError(f"the artifact has head dims {dims} for this layer, got {(key.shape[-1], value.shape[-1])}")
+    if dtypes is not None and (key.dtype, value.dtype) != dtypes:
+        raise ValueError(f"the cache holds {dtypes[0]} and {dtypes[1]}, got {key.dtype} and {value.dtype}")
     if batch is not None and key.shape[0] != batch:
         raise ValueError(f"the cache holds a batch of {batch}, got {key.shape[0]}: reset() it or select rows first")
 
@@ -134,7 +141,8 @@ class PackedStore:
             ValueError: shapes do not fit the artifact or the tokens already held.
         """
         t = self.transform
-        check_append(key, value, t.num_kv_heads, self.batch, (t.key_dim, t.value_dim))
+        held = (self.windows["ring_k"].dtype, self.windows["ring_v"].dtype) if self.windows else None
+        check_append(key, value, t.num_kv_heads, self.batch, (t.key_dim, t.value_dim), held)
         if not self.windows:
             self._allocate(key, value)
         start, end = self.length, self.length + key.shape[2]

@@ -1,7 +1,8 @@
 """Text for calibration, selection and evaluation: the user's, or what ships with Python, split so that they never overlap.
 
 The built-in text is the language reference in ``pydoc_data`` (prose) and standard-library source (code), in equal parts. A
-document belongs to exactly one split, by the hash of its name.
+document belongs to exactly one split, by the hash of its name. Topics quote one another, so a paragraph that an earlier split
+holds is left out of the later ones: evaluation first, calibration last.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,23 +40,42 @@ def builtin_text(split: str) -> Text:
     """The part of the built-in text that belongs to "calibration", "selection" or "evaluation"."""
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}; known: {', '.join(SPLITS)}")
-    prose = [(name, text) for name, text in _topics() if _bucket(name) in SPLITS[split]]
-    code = [
-        (f"{name}:{i}", piece)
-        for name, text in _sources()
-        if _bucket(name) in SPLITS[split]
-        for i, piece in enumerate(_pieces(text))
-    ]
-    code = sorted(code, key=lambda item: _digest(item[0]))
-    budget = sum(len(text) for _, text in prose)
-    chosen = list(prose)
-    for name, piece in code:
-        if budget <= 0:
-            break
-        chosen.append((name, piece))
-        budget -= len(piece)
-    chosen.sort(key=lambda item: _digest(item[0]))  # mixes prose and code, and every kind over all positions
-    return Text(f"builtin:{split}", "\n\n".join(text for _, text in chosen))
+    return Text(f"builtin:{split}", _builtin()[split])
+
+
+@cache
+def _builtin() -> dict[str, str]:
+    topics, sources = _topics(), _sources()
+    taken: set[str] = set()  # long lines of earlier splits
+    contents = {}
+    for split, buckets in SPLITS.items():
+        prose = [(name, _without(text, taken)) for name, text in topics if _bucket(name) in buckets]
+        code = [
+            (f"{name}:{i}", piece)
+            for name, text in sources
+            if _bucket(name) in buckets
+            for i, piece in enumerate(_pieces(_without(text, taken)))
+        ]
+        budget = sum(len(text) for _, text in prose)
+        chosen = list(prose)
+        for name, piece in sorted(code, key=lambda item: _digest(item[0])):
+            if budget <= 0:
+                break
+            chosen.append((name, piece))
+            budget -= len(piece)
+        chosen.sort(key=lambda item: _digest(item[0]))  # mixes prose and code, and every kind over all positions
+        contents[split] = "\n\n".join(text for _, text in chosen if text.strip())
+        taken |= _long_lines(contents[split])
+    return contents
+
+
+def _long_lines(text: str) -> set[str]:
+    return {line.strip() for line in text.splitlines() if len(line.strip()) > 40}
+
+
+def _without(text: str, taken: set[str]) -> str:
+    """The paragraphs of a text that share no long line with what is taken."""
+    return "\n\n".join(p for p in text.split("\n\n") if not _long_lines(p) & taken)
 
 
 def _topics() -> list[tuple[str, str]]:

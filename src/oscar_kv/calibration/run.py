@@ -134,8 +134,7 @@ def split_sequences(
     tokens = tokenize(tokenizer, source)
     if len(tokens) < config.tokens:
         raise InputError(
-            f"{source.name} has {len(tokens)} tokens, {config.tokens} were asked for: give more text or "
-            f"--tokens {len(tokens)}"
+            f"{source.name} has {len(tokens)} tokens, {config.tokens} were asked for: give more text or --tokens {len(tokens)}"
         )
     body = config.seq_len - len(start)
     needed = max(1, round(config.tokens / config.seq_len))
@@ -227,8 +226,7 @@ def fidelity_summary(metrics: list[TokenMetrics], name: str, windows: list[Tenso
         "windows": len(windows),
         "length": len(windows[0]) if windows else 0,
         "kl_mean": mean_kl(metrics),
-        "top1_agreement": sum(float(m.agree[k].float().mean()) for m, k in zip(metrics, measured, strict=True))
-        / len(metrics),
+        "top1_agreement": sum(float(m.agree[k].float().mean()) for m, k in zip(metrics, measured, strict=True)) / len(metrics),
         "perplexity": float(torch.cat([m.nll[k] for m, k in zip(metrics, measured, strict=True)]).mean().exp()),
     }
 

@@ -68,7 +68,7 @@ def select(
     key_error, value_error = measure_local(model, windows, moments, fixed, config, progress)
 
     def mean_error(errors: dict[int, Tensor]) -> Tensor:
-        return torch.cat([e for e in errors.values()], 1).mean(1)  # [candidates]
+        return torch.cat(list(errors.values()), 1).mean(1)  # [candidates]
 
     values_first = int(mean_error(value_error).argmin())
     keys_first = mean_error(key_error).argsort()[:KEEP].tolist()
@@ -91,9 +91,7 @@ def select(
         for window in windows:
             start = metric_start(len(window))
             done = sum(map(len, measured.values()))
-            for i, (name, metrics) in enumerate(
-                compare(model, window, built, config.sink, config.recent, start).items()
-            ):
+            for i, (name, metrics) in enumerate(compare(model, window, built, config.sink, config.recent, start).items()):
                 measured.setdefault(name, []).append(metrics)
                 if progress:
                     progress("selection", done + i + 1, total)
@@ -117,9 +115,7 @@ def select(
     key_choice, value_choice = proposals[chosen]
 
     def errors_of(errors: dict[int, Tensor], choose: Choose) -> dict[int, list[float]]:
-        return {
-            i: [float(e[CANDIDATES.index(c), h]) for h, c in enumerate(choose(i))] for i, e in errors.items()
-        }
+        return {i: [float(e[CANDIDATES.index(c), h]) for h, c in enumerate(choose(i))] for i, e in errors.items()}
 
     return Selection(
         layers=build(moments, key_choice, value_choice, config),

@@ -6,9 +6,10 @@ the commands, so that ``oscar --help`` answers at once.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from .. import __version__
 from .calibrate import calibrate
@@ -31,6 +32,14 @@ app = typer.Typer(
 )
 
 
+class _Command(TyperCommand):
+    """Leaves the unnamed argument for further values (``--text A B C``) out of the usage line."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        pieces = [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+        return [piece for piece in pieces if piece not in ("", "[]...")]
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"oscar-kv {__version__}")
@@ -46,15 +55,15 @@ def root(
     """A 2-bit KV cache calibrated on what attention reads."""
 
 
-app.command("demo")(demo)
-app.command("inspect")(inspect)
-app.command("calibrate")(calibrate)
-app.command("verify")(verify)
-app.command("eval")(evaluate)
-app.command("generate")(generate)
-app.command("import-rotations")(import_command)
-app.command("export-rotations")(export_command)
-app.command("doctor")(doctor)
+app.command("demo", cls=_Command)(demo)
+app.command("inspect", cls=_Command)(inspect)
+app.command("calibrate", cls=_Command)(calibrate)
+app.command("verify", cls=_Command)(verify)
+app.command("eval", cls=_Command)(evaluate)
+app.command("generate", cls=_Command)(generate)
+app.command("import-rotations", cls=_Command)(import_command)
+app.command("export-rotations", cls=_Command)(export_command)
+app.command("doctor", cls=_Command)(doctor)
 
 
 def main() -> None:

@@ -72,9 +72,8 @@ def calibrate(
     config = OscarConfig(group_size=group_size, sink=sink, recent=recent, tokens=tokens, seq_len=seq_len, seed=seed)
     paths = more_values(text or [], extra or [], "--text")
     check_output(output)
-    check_folder(folder)
     with Progress() as progress:
-        progress.step("reading the text")
+        check_folder(folder)
         from ..calibration.corpus import read_text
         from ..calibration.run import calibrate as run
 

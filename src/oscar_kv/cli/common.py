@@ -29,9 +29,7 @@ ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="Hub id, local folder, or path of a .gguf file.", show_default=False)
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as JSON on standard output.")]
-OutputOption = Annotated[
-    Path | None, typer.Option("--output", metavar="FILE", help="Write the results as JSON to this file.")
-]
+OutputOption = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write the results as JSON to this file.")]
 RevisionOption = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model's repository ships.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ... or balanced.")]
@@ -142,9 +140,7 @@ def check_folder(folder: Path, option: str = "-o") -> None:
     except Enough:
         return
     except OSError as error:
-        raise InputError(
-            f"{option} {folder}: cannot be written ({error.strerror or error}); choose another folder"
-        ) from error
+        raise InputError(f"{option} {folder}: cannot be written ({error.strerror or error}); choose another folder") from error
 
 
 def more_values(given: Sequence[R], extra: Sequence[R], option: str) -> list[R]:
@@ -224,7 +220,7 @@ def load(
     trust_remote_code: bool = False,
 ) -> tuple[Any, Any]:
     """Model and tokenizer; whatever can be refused from the config alone is refused before the weights are read."""
-    progress.step(f"importing libraries, reading the config of {short(model)}")
+    progress.step("reading the config")
     from ..geometry import model_geometry
     from ..loading import load_config, load_model, load_tokenizer, parse_dtype
 
@@ -237,6 +233,13 @@ def load(
     progress.step(f"loading {short(model)}")
     tokenizer = load_tokenizer(model, **hub)
     return load_model(model, device=device, dtype=dtype, **hub), tokenizer
+
+
+def check_positions(model: Any, needed: int, what: str) -> None:
+    """Raise InputError if a model has fewer positions than ``what`` needs."""
+    limit = position_limit(model)
+    if limit and needed > limit:
+        raise InputError(f"{what} do not fit the model's {limit} positions: at most {limit} in all")
 
 
 def position_limit(model: Any) -> int | None:

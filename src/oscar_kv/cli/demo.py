@@ -16,6 +16,7 @@ from .common import (
     OutputOption,
     check_folder,
     check_output,
+    check_positions,
     command,
     emit,
     lengths,
@@ -38,11 +39,11 @@ DEFAULT_FOLDER = "smollm2-135m.oscar"
 def demo(
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="MODEL", help="[default: SmolLM2-135M-Instruct, 94 MiB, downloaded once]"),
+        typer.Option("--model", metavar="MODEL", help="(default: SmolLM2-135M-Instruct, 94 MiB, downloaded once)"),
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option("-o", "--out", metavar="DIR", help=f"Where the artifact goes [default: {DEFAULT_FOLDER}]."),
+        typer.Option("-o", "--out", metavar="DIR", help=f"Where the artifact goes (default: {DEFAULT_FOLDER})."),
     ] = None,
     tokens: Annotated[int, typer.Option("--tokens", help="Calibration tokens.")] = 8_192,
     seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens of one calibration sequence.")] = 2_048,
@@ -60,13 +61,15 @@ def demo(
         raise InputError("--prompt-tokens and --max-new-tokens must be at least 1")
     config = OscarConfig(tokens=tokens, seq_len=seq_len, selection_windows=1)
     target = folder or Path(DEFAULT_FOLDER if model is None else f"{Path(model).stem.lower()}.oscar")
-    check_folder(target)
     with Progress() as progress:
+        check_folder(target)
         if model is None:
             from ..demo_model import fetch_demo_model
 
             model = str(fetch_demo_model(progress.step))
         lm, tokenizer = load(model, progress, device=device, dtype=dtype)
+        check_positions(lm, length, f"windows of --length {length}")
+        check_positions(lm, prompt_tokens + max_new_tokens, f"{prompt_tokens} prompt tokens and {max_new_tokens} new ones")
         from ..calibration.run import calibrate
 
         progress.step("preparing the text")
@@ -117,17 +120,16 @@ def measure(
     )
     caches = {"dense": OscarCache.dense(model), "oscar": OscarCache(artifact, model, slack=0)}
     generated = {}
-    for i, (kind, cache) in enumerate(caches.items()):
-        generated[kind] = continue_text(model, tokenizer, prompt, cache, max_new_tokens)
-        progress("generation", i + 1, len(caches))
+    for kind, cache in caches.items():
+        stage = "dense cache" if kind == "dense" else "2-bit cache"
+        generated[kind] = continue_text(model, tokenizer, prompt, cache, max_new_tokens, progress, stage)
     return {
         "model": name,
         "prompt_tokens": prompt.shape[1],
         "generated": generated,
         "evaluation": measured,
         "projected_bits_per_element": [
-            {"length": n, "dense": 8.0 * HALF, "oscar": bits_per_element(geometry, config, n, HALF, layers)}
-            for n in PROJECTED
+            {"length": n, "dense": 8.0 * HALF, "oscar": bits_per_element(geometry, config, n, HALF, layers)} for n in PROJECTED
         ],
         "fidelity": artifact.fidelity,
         "warnings": artifact.provenance["warnings"],
@@ -171,10 +173,7 @@ def show(result: dict[str, Any], folder: Path, model: str) -> None:
         f"recent tokens stay in {s['dtype']} and are counted, so bits fall with length."
     )
     if s["device"] == "cpu":
-        say(
-            "On a CPU the 2-bit cache runs as reference code, which is slower than the dense cache: it saves memory, "
-            "not time."
-        )
+        say("On a CPU the 2-bit cache runs as reference code, which is slower than the dense cache: it saves memory, not time.")
     for warning in result["warnings"]:
         say(f"warning: {warning}")
     for kind, title in (("dense", "dense cache"), ("oscar", "2-bit cache")):

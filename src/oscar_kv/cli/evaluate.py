@@ -19,6 +19,7 @@ from .common import (
     RevisionOption,
     TrustOption,
     check_output,
+    check_positions,
     command,
     emit,
     load,
@@ -45,32 +46,24 @@ def evaluate(
     ] = None,
     methods: Annotated[
         str | None,
-        typer.Option(
-            "--methods", metavar="A,B,...", help=f"[default: {','.join(METHODS)}, as far as the artifact has them]"
-        ),
+        typer.Option("--methods", metavar="A,B,...", help=f"(default: {','.join(METHODS)}, as far as the artifact has them)"),
     ] = None,
-    text: Annotated[
-        Path | None, typer.Option("--text", metavar="FILE", help="Evaluation text [default: built in].")
-    ] = None,
-    length: Annotated[
-        int | None, typer.Option("--length", help=f"Tokens of a window [default: {EVAL_LENGTH}].")
-    ] = None,
+    text: Annotated[Path | None, typer.Option("--text", metavar="FILE", help="Evaluation text (default: built in).")] = None,
+    length: Annotated[int | None, typer.Option("--length", help=f"Tokens of a window (default: {EVAL_LENGTH}).")] = None,
     windows: Annotated[int, typer.Option("--windows", help="Windows, spread over the text.")] = EVAL_WINDOWS,
     start: Annotated[
         int | None,
-        typer.Option("--start", help=f"First position that counts [default: {EVAL_START}, or half of short windows]."),
+        typer.Option("--start", help=f"First position that counts (default: {EVAL_START}, or half of short windows)."),
     ] = None,
     sink: Annotated[
-        int | None, typer.Option("--sink", help=f"Sink tokens [default: the artifact's, or {DEFAULTS.sink}].")
+        int | None, typer.Option("--sink", help=f"Sink tokens (default: the artifact's, or {DEFAULTS.sink}).")
     ] = None,
     recent: Annotated[
-        int | None, typer.Option("--recent", help=f"Recent tokens [default: the artifact's, or {DEFAULTS.recent}].")
+        int | None, typer.Option("--recent", help=f"Recent tokens (default: the artifact's, or {DEFAULTS.recent}).")
     ] = None,
     group_size: Annotated[
         int | None,
-        typer.Option(
-            "--group-size", help="Channels per scale; with --artifact, of the methods built from its moments."
-        ),
+        typer.Option("--group-size", help="Channels per scale; with --artifact, of the methods built from its moments."),
     ] = None,
     buckets: Annotated[bool, typer.Option("--buckets", help="Also show the results by position.")] = False,
     tokens: Annotated[int, typer.Option("--tokens", help="Without --artifact: calibration tokens.")] = DEFAULTS.tokens,
@@ -87,24 +80,22 @@ def evaluate(
 ) -> None:
     """Measure KL to the dense cache, top-1 agreement and perplexity of several methods."""
     check_output(output)
-    names = (
-        list(dict.fromkeys(part.strip() for part in methods.split(",") if part.strip())) if methods is not None else []
-    )
+    names = list(dict.fromkeys(part.strip() for part in methods.split(",") if part.strip())) if methods is not None else []
     if methods is not None and not names:
         raise InputError(f"--methods names none; known: {', '.join(METHODS)}")
     given = {"sink": sink, "recent": recent, "group_size": group_size}
     overrides: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
     own = OscarConfig(tokens=tokens, seq_len=seq_len, seed=seed).with_(**overrides)
-    from ..calibration.corpus import builtin_text, prefix, read_text, spread_windows, tokenize
-    from ..calibration.select import metric_start
-    from ..evaluate.fidelity import evaluate as run
-    from ..evaluate.fidelity import resolve_methods
-
-    source = read_text([text]) if text else builtin_text("evaluation")
-    loaded = load_artifact(artifact) if artifact else None
-    names = names or default_methods(loaded)
-    check_names(names, loaded)
     with Progress() as progress:
+        from ..calibration.corpus import builtin_text, prefix, read_text, spread_windows, tokenize
+        from ..calibration.select import metric_start
+        from ..evaluate.fidelity import evaluate as run
+        from ..evaluate.fidelity import resolve_methods
+
+        source = read_text([text]) if text else builtin_text("evaluation")
+        loaded = load_artifact(artifact) if artifact else None
+        names = names or default_methods(loaded)
+        check_names(names, loaded)
         how: dict[str, Any] = {
             "device": device,
             "dtype": dtype,
@@ -112,10 +103,8 @@ def evaluate(
             "trust_remote_code": trust_remote_code,
         }
         lm, tokenizer = load(model, progress, artifact=loaded, **how)
-        limit = position_limit(lm)
-        if length is not None and limit and length > limit:
-            raise InputError(f"--length {length} is beyond the {limit} positions of {short(model)}: at most {limit}")
-        size = length if length is not None else min(EVAL_LENGTH, limit or EVAL_LENGTH)
+        size = length if length is not None else min(EVAL_LENGTH, position_limit(lm) or EVAL_LENGTH)
+        check_positions(lm, size, f"windows of --length {size}")
         progress.step("preparing the text")
         cut = spread_windows(tokenize(tokenizer, source), size, windows, prefix(tokenizer), source.name)
         first = start if start is not None else metric_start(size)
@@ -125,9 +114,7 @@ def evaluate(
             from ..calibration.run import calibrate
 
             note(f"no --artifact: calibrating on {own.tokens} tokens of the built-in text (nothing is saved)")
-            loaded = calibrate(
-                lm, tokenizer, method="auto" if "auto" in names else "none", config=own, progress=progress
-            )
+            loaded = calibrate(lm, tokenizer, method="auto" if "auto" in names else "none", config=own, progress=progress)
         config = loaded.config.with_(slack=0, **overrides)
         chosen = resolve_methods(names, loaded, loaded.moments, config, loaded.for_model(lm))
         geometry = loaded.check_model(lm)

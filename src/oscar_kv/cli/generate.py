@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,10 +20,10 @@ from .common import (
     RevisionOption,
     TrustOption,
     check_output,
+    check_positions,
     command,
     emit,
     load,
-    position_limit,
     say,
     short,
 )
@@ -33,7 +34,7 @@ from .progress import Progress
 def generate(
     model: ModelArgument,
     artifact: Annotated[Path, typer.Option("--artifact", metavar="DIR", help="What `oscar calibrate` wrote.")],
-    prompt: Annotated[str | None, typer.Option("--prompt", help="The prompt [default: standard input].")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="The prompt (default: standard input).")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option("--prompt-file", metavar="FILE", help="Read the prompt from here.")
     ] = None,
@@ -52,10 +53,11 @@ def generate(
     if max_new_tokens < 1:
         raise InputError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
     text = read_prompt(prompt, prompt_file)
-    from ..artifact import Artifact
-
-    loaded = Artifact.load(artifact)
+    live = sys.stdout.isatty() and not as_json and not compare
     with Progress() as progress:
+        from ..artifact import Artifact
+
+        loaded = Artifact.load(artifact)
         how: dict[str, Any] = {
             "device": device,
             "dtype": dtype,
@@ -63,21 +65,18 @@ def generate(
             "trust_remote_code": trust_remote_code,
         }
         lm, tokenizer = load(model, progress, artifact=loaded, **how)
-    from ..integrations.transformers import OscarCache
+        from ..integrations.transformers import OscarCache
 
-    ids = encode(tokenizer, text, chat, short(model))
-    limit = position_limit(lm)
-    if limit and ids.shape[1] + max_new_tokens > limit:
-        raise InputError(
-            f"{ids.shape[1]} prompt tokens and {max_new_tokens} new ones do not fit the {limit} positions of "
-            f"{short(model)}: shorten the prompt or --max-new-tokens"
-        )
-    live = sys.stdout.isatty() and not as_json and not compare
-    packed = continue_text(lm, tokenizer, ids, OscarCache(loaded, lm, slack=0), max_new_tokens, live)
-    result: dict[str, Any] = {"model": short(model), "prompt_tokens": ids.shape[1], "oscar": packed}
-    if compare:
-        dense = continue_text(lm, tokenizer, ids, OscarCache.dense(lm), max_new_tokens)
-        result |= {"dense": dense, "first_difference": first_difference(packed["tokens"], dense["tokens"])}
+        ids = encode(tokenizer, text, chat, short(model))
+        length = ids.shape[1]
+        check_positions(lm, length + max_new_tokens, f"{length} prompt tokens and {max_new_tokens} new ones")
+        cache = OscarCache(loaded, lm, slack=0)
+        packed = continue_text(lm, tokenizer, ids, cache, max_new_tokens, progress, live=live)
+        result: dict[str, Any] = {"model": short(model), "prompt_tokens": length, "oscar": packed}
+        if compare:
+            cache = OscarCache.dense(lm)
+            dense = continue_text(lm, tokenizer, ids, cache, max_new_tokens, progress, "dense cache")
+            result |= {"dense": dense, "first_difference": first_difference(packed["tokens"], dense["tokens"])}
 
     def show() -> None:
         if not compare:
@@ -133,14 +132,16 @@ def encode(tokenizer: Any, text: str, chat: bool, name: str) -> Any:
 
 
 class Clock:
-    """A streamer that notes when each token came, and hands it on to another streamer."""
+    """A streamer that notes when the prompt and each new token came, tells how many, and hands them on."""
 
-    def __init__(self, inner: Any = None) -> None:
+    def __init__(self, told: Callable[[int], None], inner: Any = None) -> None:
+        self.told = told
         self.inner = inner
         self.times: list[float] = []
 
     def put(self, value: Any) -> None:
         self.times.append(time.perf_counter())
+        self.told(len(self.times) - 1)
         if self.inner is not None:
             self.inner.put(value)
 
@@ -150,12 +151,20 @@ class Clock:
 
 
 def continue_text(
-    model: Any, tokenizer: Any, ids: Any, cache: Any, max_new_tokens: int, live: bool = False
+    model: Any,
+    tokenizer: Any,
+    ids: Any,
+    cache: Any,
+    max_new_tokens: int,
+    progress: Progress,
+    stage: str = "2-bit cache",
+    live: bool = False,
 ) -> dict[str, Any]:
     """Generate greedily with a cache.
 
     Args:
         ids: prompt, int64 ``[1, T]``.
+        stage: what to call this on a progress bar.
         live: print the text as it comes.
 
     Returns:
@@ -168,7 +177,15 @@ def continue_text(
         from transformers import TextStreamer
 
         inner = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    clock = Clock(inner)
+
+    def told(count: int) -> None:
+        if live and count:
+            progress.stop()
+        elif count:
+            progress(f"generating, {stage}", count, max_new_tokens)
+
+    progress.step(f"reading the prompt, {stage}")
+    clock = Clock(told, inner)
     ids = ids.to(model.device)
     with torch.inference_mode():
         out = model.generate(

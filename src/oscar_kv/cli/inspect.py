@@ -29,6 +29,7 @@ from .common import (
     short,
     show_table,
 )
+from .progress import Progress
 
 if TYPE_CHECKING:
     from ..artifact import Artifact
@@ -54,13 +55,14 @@ def inspect(
     wanted = more_values(length or [], extra or [], "--length") or list(REPORT_LENGTHS)
     if bad := [n for n in wanted if n < 1]:
         raise InputError(f"--length must be at least 1, got {bad[0]}")
-    from ..artifact import Artifact, ArtifactError
-    from ..geometry import model_geometry
-    from ..loading import load_config
+    with Progress():
+        from ..artifact import Artifact, ArtifactError
+        from ..geometry import model_geometry
+        from ..loading import load_config
 
-    loaded = Artifact.load(artifact) if artifact else None
-    config = load_config(model, revision=revision, trust_remote_code=trust_remote_code)
-    geometry = model_geometry(config)
+        loaded = Artifact.load(artifact) if artifact else None
+        config = load_config(model, revision=revision, trust_remote_code=trust_remote_code)
+        geometry = model_geometry(config)
     mismatch = ""
     if loaded is not None:
         try:
@@ -126,8 +128,7 @@ def describe(artifact: Artifact) -> dict[str, Any]:
         if "key_choice" in entry
     }
     counts = {
-        side: dict(Counter(c for entry in choices.values() for c in entry[side]).most_common())
-        for side in ("key", "value")
+        side: dict(Counter(c for entry in choices.values() for c in entry[side]).most_common()) for side in ("key", "value")
     }
     return {
         "method": artifact.method,

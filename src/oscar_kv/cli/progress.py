@@ -25,26 +25,30 @@ class Progress:
     def __enter__(self) -> Progress:
         if sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+            from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
             from rich.progress import Progress as Bars
 
             self._bars = Bars(
                 SpinnerColumn(),
                 TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=16),
-                MofNCompleteColumn(),
+                TaskProgressColumn(),
                 TimeElapsedColumn(),
                 console=Console(stderr=True),
                 transient=True,
             )
             self._bars.start()
+            self.step("starting")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Take the bars away, before something else is printed; safe to call again."""
         if self._bars is not None:
             self._bars.stop()
+            self._bars = None
 
     def step(self, message: str) -> None:
         """Begin something whose length is unknown."""

@@ -17,9 +17,7 @@ def import_command(
     v: Annotated[Path, typer.Option("--v", metavar="FILE.pt", help="The value file.")],
     folder: Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="Where the artifact goes.")],
     k_clip: Annotated[float, typer.Option("--k-clip", help="Rank-clip ratio of keys, 0 = off.")] = DEFAULTS.key_clip,
-    v_clip: Annotated[
-        float, typer.Option("--v-clip", help="Rank-clip ratio of values, 0 = off.")
-    ] = DEFAULTS.value_clip,
+    v_clip: Annotated[float, typer.Option("--v-clip", help="Rank-clip ratio of values, 0 = off.")] = DEFAULTS.value_clip,
     group_size: Annotated[
         int, typer.Option("--group-size", help="Channels per scale; -1: one per head.")
     ] = DEFAULTS.group_size,

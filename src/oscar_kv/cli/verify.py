@@ -43,9 +43,7 @@ def verify(
     ] = None,
     max_kl: Annotated[
         float | None,
-        typer.Option(
-            "--max-kl", help=f"Fail above this KL, nats [default: {KL_FACTOR:g} x the recorded KL + {KL_MARGIN:g}]."
-        ),
+        typer.Option("--max-kl", help=f"Fail above this KL, nats (default: {KL_FACTOR:g} x the recorded KL + {KL_MARGIN:g})."),
     ] = None,
     length: Annotated[int, typer.Option("--length", help="Tokens of the measured window.")] = LENGTH,
     revision: RevisionOption = None,
@@ -126,7 +124,7 @@ def against_model(
     from ..artifact import ArtifactError
     from ..loading import load_config
 
-    progress.step(f"reading the config of {short(model)}")
+    progress.step("reading the config")
     config = load_config(model, revision=how["revision"], trust_remote_code=how["trust_remote_code"])
     try:
         artifact.check_model(config)
@@ -142,9 +140,7 @@ def against_model(
     return [fits, judge(row["kl_mean"], artifact.fidelity.get("kl_mean"), max_kl)]
 
 
-def measure(
-    artifact: Artifact, model: Any, tokenizer: Any, length: int, progress: Progress, name: str
-) -> dict[str, Any]:
+def measure(artifact: Artifact, model: Any, tokenizer: Any, length: int, progress: Progress, name: str) -> dict[str, Any]:
     """One window of the built-in evaluation text."""
     from ..calibration.corpus import builtin_text, prefix, spread_windows, tokenize
     from ..calibration.select import metric_start
@@ -175,9 +171,5 @@ def judge(kl: float, recorded: float | None, max_kl: float | None) -> dict[str, 
     limit = max_kl if max_kl is not None else None if recorded is None else KL_FACTOR * recorded + KL_MARGIN
     if limit is None:
         return check(name, True, f"KL to dense {kl:.4f} nats; nothing recorded to compare with, --max-kl sets a limit")
-    origin = (
-        ""
-        if max_kl is not None or recorded is None
-        else f" ({KL_FACTOR:g} x the recorded {recorded:.4f} + {KL_MARGIN:g})"
-    )
+    origin = "" if max_kl is not None or recorded is None else f" ({KL_FACTOR:g} x the recorded {recorded:.4f} + {KL_MARGIN:g})"
     return check(name, kl <= limit, f"KL to dense {kl:.4f} nats, limit {limit:.4f}{origin}")

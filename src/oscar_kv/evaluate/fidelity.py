@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,7 +28,11 @@ Transforms = Mapping[int, LayerTransform]
 
 
 def resolve_methods(
-    names: list[str], artifact: Artifact, moments: Mapping[int, LayerMoments] | None, config: OscarConfig, layers: Transforms
+    names: list[str],
+    artifact: Artifact,
+    moments: Mapping[int, LayerMoments] | None,
+    config: OscarConfig,
+    layers: Transforms,
 ) -> dict[str, Transforms | None]:
     """Transforms by method name: "dense" is None, the artifact's own method is the artifact, others come from its moments.
 
@@ -48,7 +53,9 @@ def resolve_methods(
         elif name == artifact.method or name == "artifact":
             methods[name] = layers
         elif name == "auto":
-            raise InputError(f"this artifact holds method {artifact.method!r}; `oscar calibrate --method auto` makes an auto one")
+            raise InputError(
+                f"this artifact holds method {artifact.method!r}; `oscar calibrate --method auto` makes an auto one"
+            )
         elif moments is None:
             raise InputError(f"method {name!r} is built from moments.safetensors, which this artifact does not have")
         else:
@@ -149,8 +156,13 @@ def summarise(metrics: list[TokenMetrics], start: int) -> dict[str, Any]:
         **_row(kl[:, start:], agree[:, start:], nll[:, start:]),
         "kl_per_window": [float(w) for w in kl[:, start:].mean(1)],
         "buckets": [
-            {"start": lo, "end": hi, "tokens": kl.shape[0] * (hi - lo), **_row(kl[:, lo:hi], agree[:, lo:hi], nll[:, lo:hi])}
-            for lo, hi in zip(edges[:-1], edges[1:], strict=True)
+            {
+                "start": lo,
+                "end": hi,
+                "tokens": kl.shape[0] * (hi - lo),
+                **_row(kl[:, lo:hi], agree[:, lo:hi], nll[:, lo:hi]),
+            }
+            for lo, hi in itertools.pairwise(edges)
         ],
     }
 

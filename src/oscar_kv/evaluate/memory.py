@@ -92,7 +92,7 @@ def bits_per_element(
 
 
 def human(nbytes: float) -> str:
-    """"1.5 MiB"."""
+    """ "1.5 MiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024 or unit == "GiB":
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"

@@ -87,7 +87,7 @@ class OscarCache(Cache):  # type: ignore[misc]
             setattr(clone, name, copy.deepcopy(value, memo))
         return clone
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

@@ -24,8 +24,8 @@ def kernel_status() -> list[KernelStatus]:
     """Every implementation known to this build, usable or not, with the reason."""
     triton = importlib.util.find_spec("triton") is not None
     cuda = torch.cuda.is_available()
-    missing = "no CUDA device" if not cuda else "triton is not installed" if not triton else ""
-    why = f"not part of this release{f' ({missing} either)' if missing else ''}"
+    missing = "no CUDA device here" if not cuda else "triton is not installed" if not triton else ""
+    why = "not part of this release" + (f"; {missing}" if missing else "")
     return [
         KernelStatus("encode_store", "reference (torch, float64 transform)", True, "runs on every device"),
         KernelStatus("attention", "reference (torch, blockwise)", True, "runs on every device"),

@@ -111,6 +111,8 @@ class _Softmax:
     def add(self, block: KeyBlock, packed: bool) -> None:
         if self.top is None:
             self._begin(block.keys.shape[1], block.values.shape[-1])
+        if not block.columns.shape[-1]:
+            return
         for lo in range(0, self.tokens, QUERY_BLOCK):
             self._add(block, packed, slice(lo, min(self.tokens, lo + QUERY_BLOCK)))
 
@@ -151,8 +153,9 @@ class _Softmax:
             if columns.dim() == 1:
                 mask = mask[..., columns]
             else:
-                index = columns.clamp(max=mask.shape[-1] - 1)[:, None, None].expand(-1, *mask.shape[1:3], -1)
-                mask = mask.expand(index.shape[0], -1, -1, -1).gather(-1, index)
+                rows = max(mask.shape[0], columns.shape[0])
+                index = columns.clamp(max=mask.shape[-1] - 1)[:, None, None].expand(rows, *mask.shape[1:3], -1)
+                mask = mask.expand(rows, -1, -1, -1).gather(-1, index)
             heads = (1, 1) if mask.shape[1] == 1 else (self.heads, self.group)
             visible = mask.reshape(mask.shape[0], *heads, *mask.shape[2:])
         if block.visible is not None:

@@ -68,6 +68,8 @@ def _sylvester(n: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _hadamard(dim: int) -> tuple[Tensor, str]:
+    if dim < 1:
+        raise ValueError(f"a Hadamard matrix needs a positive order, got {dim}")
     power = dim & -dim  # largest power of two that divides dim
     if power == dim:
         return _sylvester(dim) / dim**0.5, "sylvester"
@@ -80,7 +82,7 @@ def _hadamard(dim: int) -> tuple[Tensor, str]:
 
 
 def _dealt_blocks(dim: int) -> Tensor:
-    """Block-diagonal Sylvester blocks with coordinates dealt to them round-robin, so that each gets large and small ones."""
+    """Block-diagonal Sylvester blocks with coordinates dealt to them round-robin."""
     sizes = [1 << b for b in reversed(range(dim.bit_length())) if dim >> b & 1]
     hands: list[list[int]] = [[] for _ in sizes]
     turn = 0
@@ -103,8 +105,6 @@ def hadamard(dim: int) -> Tensor:
     Raises:
         ValueError: ``dim`` is not positive.
     """
-    if dim < 1:
-        raise ValueError(f"a Hadamard matrix needs a positive order, got {dim}")
     return _hadamard(dim)[0].clone()
 
 

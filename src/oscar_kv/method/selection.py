@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .transform import LayerTransform
 
+
 def local_errors(
     query: Tensor,
     key: Tensor,

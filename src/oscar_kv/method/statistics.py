@@ -43,11 +43,11 @@ class LayerMoments:
 
     def key_spread(self, centred: bool) -> Tensor:
         """Second moment of what is stored for keys: about the mean if centred, else about zero. ``[Hkv, D, D]``."""
-        return self.key_second - _outer(self.key_mean) if centred else self.key_second
+        return _centred(self.key_second, self.key_mean) if centred else self.key_second
 
     def value_spread(self, centred: bool) -> Tensor:
         """The same for values, ``[Hkv, Dv, Dv]``."""
-        return self.value_second - _outer(self.value_mean) if centred else self.value_second
+        return _centred(self.value_second, self.value_mean) if centred else self.value_second
 
     @property
     def num_kv_heads(self) -> int:
@@ -57,8 +57,12 @@ class LayerMoments:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-def _outer(mean: Tensor) -> Tensor:
-    return mean.unsqueeze(-1) * mean.unsqueeze(-2)
+def _centred(second: Tensor, mean: Tensor) -> Tensor:
+    """Covariance; its diagonal stays above the rounding error of the subtraction (a head whose keys never change)."""
+    covariance = second - mean.unsqueeze(-1) * mean.unsqueeze(-2)
+    floor = 1e-9 * second.diagonal(dim1=-2, dim2=-1)
+    lift = (floor - covariance.diagonal(dim1=-2, dim2=-1)).clamp_min(0.0)
+    return covariance + torch.diag_embed(lift)
 
 
 class MomentAccumulator:

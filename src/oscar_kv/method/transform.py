@@ -66,7 +66,8 @@ class LayerTransform:
         return {name: getattr(self, name) for name in TENSORS}
 
     def to(self, device: torch.device | str) -> LayerTransform:
-        return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        return replace(self, **moved)
 
     def expand_heads(self, heads: int) -> LayerTransform:
         """This transform for ``heads`` KV heads: itself, or the one head it holds repeated for each of them.
@@ -180,7 +181,7 @@ def spectral_rotation(covariance: Tensor) -> Tensor:
     ``P = I[:, perm]`` with ``perm[bitrev(i)] = argsort_desc(eigenvalues)[i]``; identity where ``D`` is no power of two.
     """
     dim = covariance.shape[-1]
-    rotation = torch.linalg.eigh(covariance.double())[1] @ hadamard(dim)
+    rotation: Tensor = torch.linalg.eigh(covariance.double())[1] @ hadamard(dim)
     if dim & (dim - 1) == 0:
         rotation = rotation[:, dim - 1 - bit_reversal(dim)]
     return rotation
@@ -201,7 +202,8 @@ def balanced(spread: Tensor, metric: Tensor, alpha: float, ridge: float) -> tupl
     into = half @ basis
     scale = (torch.trace(s) / torch.trace(into.T @ s @ into)).sqrt()
     into = (into * scale).float().double()  # as it will be stored, so that the inverse belongs to the stored matrix
-    return into, torch.linalg.inv(into)
+    inverse: Tensor = torch.linalg.inv(into)
+    return into, inverse
 
 
 def damped(matrix: Tensor, ridge: float) -> Tensor:
@@ -274,3 +276,9 @@ def build_layer(
         key_codec=key_codec,
         value_codec=value_codec,
     )
+
+
+def invert(matrices: Tensor) -> Tensor:
+    """Inverse of ``[..., D, D]``, float64, one matrix at a time: batched LU on a CPU is wrong in some torch releases."""
+    flat = matrices.double().reshape(-1, *matrices.shape[-2:])
+    return torch.stack([torch.linalg.inv(m) for m in flat]).reshape(matrices.shape)

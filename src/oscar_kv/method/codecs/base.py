@@ -54,7 +54,13 @@ class Codec(Protocol):
 
 
 def group_length(dim: int, group_size: int) -> int:
-    """Channels that really share a scale: the largest divisor of ``dim`` not above ``group_size`` (-1: ``dim``)."""
+    """Channels that really share a scale: the largest divisor of ``dim`` not above ``group_size`` (-1: ``dim``).
+
+    Raises:
+        ValueError: neither -1 nor positive.
+    """
+    if group_size < 1 and group_size != -1:
+        raise ValueError(f"group_size must be -1 (one group per row) or positive, got {group_size}")
     if group_size == -1 or group_size >= dim:
         return dim
     return next(g for g in range(group_size, 0, -1) if dim % g == 0)

@@ -60,7 +60,7 @@ class Int2Codec:
         if x.shape[-1] != self.dim:
             raise ValueError(f"codec for {self.dim} channels got a tensor of shape {tuple(x.shape)}")
         lead = x.shape[:-1]
-        flat = x.to(torch.float32).clamp(-LIMIT, LIMIT).reshape(-1, self.dim)  # [N, D]
+        flat = x.to(torch.float32).clamp(-LIMIT, LIMIT).reshape(-1, self.dim).contiguous()  # [N, D]
         step = max(1, (_CHUNK if x.device.type == "cpu" else _CHUNK_DEVICE) // self.dim)
         rows = [self._encode_chunk(flat[i : i + step]) for i in range(0, flat.shape[0], step)]
         if not rows:
@@ -92,7 +92,9 @@ class Int2Codec:
     def _metadata(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         if rows.shape[-1] != self.row_bytes:
             raise ValueError(f"rows of {self.row_bytes} bytes expected, got shape {tuple(rows.shape)}")
-        metadata = rows[..., self.code_bytes :].contiguous().view(torch.float16).to(torch.float32)
+        metadata = (
+            rows[..., self.code_bytes :].clone(memory_format=torch.contiguous_format).view(torch.float16).to(torch.float32)
+        )
         metadata = metadata.reshape(*rows.shape[:-1], self.num_groups, 2)
         return metadata[..., :1], metadata[..., 1:]
 
@@ -163,7 +165,9 @@ def search_scale(groups: Tensor) -> tuple[Tensor, Tensor]:
         refit = torch.where(variance > 1e-6, cross / variance.clamp_min(1e-6), scale)
         return scale, minimum, error, refit, mean - refit * first
 
-    scale, minimum, error, refit, refit_minimum = trial(shrink * half * (2 / (LEVELS - 1)), middle - shrink * half)
+    scale, minimum = shrink * half * (2 / (LEVELS - 1)), middle - shrink * half
+    scale[0], minimum[0] = (high - low) / (LEVELS - 1), low  # the same to the last bit as range_scale
+    scale, minimum, error, refit, refit_minimum = trial(scale, minimum)
     best_error, index = error.topk(KEEP, 0, largest=False)
     best_error, best = best_error[0], (scale.gather(0, index)[0], minimum.gather(0, index)[0])
     refit, refit_minimum = refit.gather(0, index), refit_minimum.gather(0, index)

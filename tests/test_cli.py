@@ -1,0 +1,395 @@
+"""Every command and documented option once, on tiny models saved to a folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import save_tiny, short_builtin_text
+from typer.testing import CliRunner
+
+from oscar_kv.cli import app
+
+CALIBRATION = ["--tokens", "512", "--seq-len", "128", "--sink", "4", "--recent", "16"]
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+LETTERS = "The quick brown fox jumps over the lazy dog, and then it sleeps for a while. "
+
+
+def run(*args: Any, status: int = 0, stdin: str | None = None) -> Any:
+    result = CliRunner().invoke(app, [str(a) for a in args], input=stdin)
+    assert result.exit_code == status, f"{result.output}\n{result.exception!r}"
+    assert "Traceback" not in result.output
+    return result
+
+
+def results(*args: Any, status: int = 0) -> dict[str, Any]:
+    """What ``--json`` prints; nothing else may be on standard output."""
+    found: dict[str, Any] = json.loads(run(*args, "--json", status=status).stdout)
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_text() -> Iterator[None]:
+    with short_builtin_text():
+        yield
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(save_tiny(tmp_path_factory.mktemp("models") / "llama", chat_template=TEMPLATE))
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(save_tiny(tmp_path_factory.mktemp("models") / "gemma3", "gemma3"))
+
+
+@pytest.fixture(scope="module")
+def artifact(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("artifacts") / "llama.oscar"
+    run("calibrate", llama, "-o", folder, *CALIBRATION)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "fox.txt"
+    path.write_text(LETTERS * 20)
+    return path
+
+
+# -- the command itself ------------------------------------------------------------------------------------------
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from oscar_kv.cli import app\n"
+        "try:\n    app(['--help'])\nexcept SystemExit:\n    pass\n"
+        "print('loaded:', *sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1].strip() == "loaded:"
+    assert "calibrate" in done.stdout
+
+
+def test_version_and_usage_errors() -> None:
+    assert run("--version").stdout.startswith("oscar-kv ")
+    for args in (["inspect"], ["unknown"], ["calibrate", "model", "--no-such-option"]):
+        run(*args, status=2)
+
+
+@pytest.mark.parametrize("name", [c.name for c in app.registered_commands])
+def test_every_command_has_help(name: str) -> None:
+    assert "--help" in run(name, "--help").stdout
+
+
+# -- inspect -----------------------------------------------------------------------------------------------------
+
+
+def test_inspect_groups_layers_and_says_why(gemma: Path) -> None:
+    shown = run("inspect", gemma).stdout
+    for word in ("sliding", "dense", "full", "packed", "sliding window", "128K"):
+        assert word in shown
+
+
+def test_inspect_takes_lengths_either_way(llama: Path) -> None:
+    once = results("inspect", llama, "--length", "1000", "2000")
+    again = results("inspect", llama, "--length", "1000", "--length", "2000")
+    assert [row["length"] for row in once["saving"]] == [1000, 2000]
+    assert once == again
+    run("inspect", llama, "2000", status=2)
+    run("inspect", llama, "--length", "0", status=2)
+
+
+def test_inspect_counts_bytes(llama: Path) -> None:
+    found = results("inspect", llama)
+    layer = found["layers"][0]
+    assert (layer["dense_bytes_per_token"], layer["packed_bytes_per_token"]) == (2 * 2 * 16 * 2, 2 * 2 * 8)
+    assert [row["length"] for row in found["saving"]] == [1024, 4096, 32768, 131072]
+    assert "0-1" in run("inspect", llama).stdout
+
+
+def test_inspect_an_artifact(llama: Path, gemma: Path, artifact: Path) -> None:
+    shown = run("inspect", llama, "--artifact", artifact, "--layers").stdout
+    for word in (
+        "method auto",
+        "heads, K",
+        "fidelity: KL",
+        "thin calibration",
+        "fits the model: yes",
+        "values, by head",
+    ):
+        assert word in shown
+    found = results("inspect", llama, "--artifact", artifact)["artifact"]
+    assert sum(found["choice_counts"]["key"].values()) == 4
+    other = results("inspect", gemma, "--artifact", artifact, status=1)["artifact"]
+    assert not other["fits_model"]
+    assert "architecture" in other["mismatch"]
+
+
+def test_inspect_a_model_that_is_refused(tmp_path: Path) -> None:
+    from transformers import T5Config
+
+    T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path)
+    assert "refused: " in run("inspect", tmp_path).stdout
+
+
+# -- calibrate ---------------------------------------------------------------------------------------------------
+
+
+def test_calibrate_with_text_and_every_setting(llama: Path, text: Path, tmp_path: Path) -> None:
+    folder, file = tmp_path / "a.oscar", tmp_path / "results" / "a.json"
+    args = [
+        llama,
+        "-o",
+        folder,
+        "--method",
+        "oscar",
+        "--text",
+        text,
+        text,
+        "--group-size",
+        "8",
+        "--per-layer",
+        *CALIBRATION,
+    ]
+    more = ["--value-objective", "scores", "--seed", "3", "--device", "cpu", "--dtype", "float32", "--output", file]
+    printed = run("calibrate", *args, *more, "--json").stdout
+    assert file.read_text() == printed
+    found = json.loads(printed)
+    assert found["config"]["group_size"] == 8
+    assert (found["config"]["sink"], found["config"]["recent"], found["config"]["seed"]) == (4, 16, 3)
+    assert found["text"] == "fox.txt+fox.txt"
+    assert found["fidelity"]["kl_mean"] > 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.oscar", "results"]  # nothing half-written is left
+
+
+@pytest.mark.parametrize(("method", "flag"), [("hadamard", "--per-head"), ("none", "--per-layer")])
+def test_calibrate_fixed_methods_show_fidelity_and_warnings(
+    llama: Path, text: Path, tmp_path: Path, method: str, flag: str
+) -> None:
+    args = [llama, "-o", tmp_path / "a.oscar", "--method", method, flag, "--text", text.parent, *CALIBRATION]
+    shown = run("calibrate", *args, "--revision", "main", "--trust-remote-code").stdout
+    assert "fidelity: KL to dense" in shown
+    assert "warning: thin calibration" in shown
+    assert f"method {method}" in shown
+
+
+def test_calibrate_replaces_an_artifact_and_nothing_else(llama: Path, artifact: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("precious")
+    stderr = run("calibrate", llama, "-o", tmp_path, *CALIBRATION, status=2).stderr
+    assert "nothing was overwritten" in stderr
+    assert "loading" not in stderr  # refused before the model was read
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_an_interrupted_calibration_leaves_nothing(
+    llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("safetensors.torch.save_file", interrupted)
+    args = [llama, "-o", tmp_path / "a.oscar", "--method", "none", "--text", text, *CALIBRATION]
+    result = run("calibrate", *args, status=130)
+    assert result.stderr.splitlines()[-1].startswith("interrupted")
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- verify ------------------------------------------------------------------------------------------------------
+
+
+def test_verify_passes_alone_and_with_its_model(llama: Path, artifact: Path, tmp_path: Path) -> None:
+    assert "passed" in run("verify", artifact).stdout
+    file = tmp_path / "verify.json"
+    printed = run("verify", artifact, "--model", llama, "--length", "128", "--json", "--output", file).stdout
+    assert file.read_text() == printed
+    found = json.loads(printed)
+    assert found["passed"]
+    assert [c["check"] for c in found["checks"]][-2:] == ["fits the model", "fidelity"]
+    assert found["warnings"]
+
+
+def test_verify_fails_with_status_1(llama: Path, gemma: Path, artifact: Path, tmp_path: Path) -> None:
+    other = results("verify", artifact, "--model", gemma, status=1)
+    assert not other["checks"][-1]["passed"]
+    strict = run("verify", artifact, "--model", llama, "--length", "128", "--max-kl", "1e-9", status=1).stdout
+    assert "FAIL fidelity" in strict
+    run("verify", artifact, "--max-kl", "0.1", status=2)
+
+
+def test_verify_finds_damage(artifact: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(artifact / "transforms.safetensors")
+    damages = {
+        "not finite": {**tensors, "layers.1.key_in": torch.full_like(tensors["layers.1.key_in"], float("nan"))},
+        "inverse pairs are off": {**tensors, "layers.0.query_in": tensors["layers.0.query_in"] * 1.1},
+        "'layers.1.value_in' is missing": {k: v for k, v in tensors.items() if k != "layers.1.value_in"},
+    }
+    for said, damaged in damages.items():
+        folder = tmp_path / said.split()[0].strip("'")
+        folder.mkdir()
+        (folder / "oscar.json").write_bytes((artifact / "oscar.json").read_bytes())
+        save_file(damaged, folder / "transforms.safetensors")
+        assert said in run("verify", folder, status=1).stdout
+
+
+# -- eval --------------------------------------------------------------------------------------------------------
+
+
+def test_eval_with_an_artifact(llama: Path, artifact: Path, text: Path, tmp_path: Path) -> None:
+    file = tmp_path / "eval.json"
+    args = [
+        "eval",
+        llama,
+        "--artifact",
+        artifact,
+        "--text",
+        text,
+        "--length",
+        "256",
+        "--windows",
+        "2",
+        "--start",
+        "100",
+    ]
+    args += ["--sink", "8", "--recent", "32", "--group-size", "8", "--device", "cpu", "--dtype", "float32"]
+    printed = run(*args, "--json", "--output", file).stdout
+    assert file.read_text() == printed
+    found = json.loads(printed)
+    assert [row["method"] for row in found["results"]] == ["dense", "naive", "hadamard", "oscar", "auto"]
+    assert found["settings"]["slack"] == 0
+    assert (found["settings"]["sink"], found["settings"]["recent"], found["settings"]["start"]) == (8, 32, 100)
+    assert found["text"] == "fox.txt"
+    by_method = {row["method"]: row for row in found["results"]}
+    assert by_method["dense"]["kl_mean"] == 0
+    assert by_method["naive"]["bits_per_element"] > by_method["auto"]["bits_per_element"]  # smaller groups
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_eval_table_is_never_cut(
+    llama: Path, artifact: Path, text: Path, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    args = ["eval", llama, "--artifact", artifact, "--text", text, "--length", "256", "--windows", "1"]
+    methods = ["--methods", "dense,balanced0.5+centre+search,artifact"]
+    found = results(*args, *methods)
+    shown = run(*args, *methods, "--buckets").stdout
+    assert "…" not in shown
+    for row in found["results"]:
+        assert f"{row['kl_mean']:.4f}" in shown
+        assert f"{row['perplexity']:.2f}" in shown
+    assert "128-255" in shown
+    assert found["text_sha256"][:12] in shown
+
+
+def test_eval_calibrates_where_there_is_no_artifact(llama: Path) -> None:
+    args = [
+        "eval",
+        llama,
+        "--methods",
+        "dense,hadamard",
+        "--length",
+        "128",
+        "--windows",
+        "1",
+        "--sink",
+        "4",
+        "--recent",
+        "16",
+    ]
+    result = run(*args, "--tokens", "512", "--seq-len", "128", "--seed", "1", "--group-size", "8")
+    assert "calibrating on 512 tokens" in result.stderr
+    assert "builtin:evaluation" in result.stdout
+
+
+# -- generate ----------------------------------------------------------------------------------------------------
+
+
+def test_generate_from_each_source(llama: Path, artifact: Path, text: Path) -> None:
+    base = ["generate", llama, "--artifact", artifact, "--max-new-tokens", "3"]
+    from_option = results(*base, "--prompt", LETTERS)
+    assert len(from_option["oscar"]["tokens"]) == 3
+    assert from_option["oscar"]["bits_per_element"] < 32
+    assert "3 tokens, " in run(*base, stdin=LETTERS).stdout
+    assert results(*base, "--prompt-file", text)["prompt_tokens"] > from_option["prompt_tokens"]
+
+
+def test_generate_compares_with_the_dense_cache(llama: Path, artifact: Path, tmp_path: Path) -> None:
+    file = tmp_path / "generate.json"
+    args = ["generate", llama, "--artifact", artifact, "--prompt", LETTERS, "--max-new-tokens", "4", "--compare"]
+    shown = run(*args, "--output", file).stdout
+    found = json.loads(file.read_text())
+    assert "--- dense: 4 tokens" in shown
+    assert "--- oscar: 4 tokens" in shown
+    assert found["dense"]["cache_bytes"] > found["oscar"]["cache_bytes"]
+    assert found["dense"]["bits_per_element"] == 32
+
+
+def test_generate_with_a_chat_template(llama: Path, gemma: Path, artifact: Path, tmp_path: Path) -> None:
+    args = ["--artifact", artifact, "--max-new-tokens", "2"]
+    chat = results("generate", llama, *args, "--prompt", "hello", "--chat")
+    assert chat["prompt_tokens"] == len("<user>hello")
+    plain = save_tiny(tmp_path / "plain")
+    assert "no chat template" in run("generate", plain, *args, "--prompt", "hello", "--chat", status=2).stderr
+
+
+def test_generate_refuses_prompts_it_cannot_use(llama: Path, artifact: Path, text: Path) -> None:
+    base = ["generate", llama, "--artifact", artifact]
+    assert "prompt is empty" in run(*base, stdin="", status=2).stderr
+    assert "exclude each other" in run(*base, "--prompt", "a", "--prompt-file", text, status=2).stderr
+    assert "do not fit" in run(*base, "--prompt", "a", "--max-new-tokens", "5000", status=2).stderr
+
+
+# -- the rest ----------------------------------------------------------------------------------------------------
+
+
+def test_rotations_in_and_out(llama: Path, text: Path, tmp_path: Path) -> None:
+    made, zoo, back = tmp_path / "made.oscar", tmp_path / "zoo", tmp_path / "back.oscar"
+    run("calibrate", llama, "-o", made, "--method", "oscar", "--text", text, *CALIBRATION)
+    run("export-rotations", made, "-o", zoo)
+    files = ["--k", zoo / "k_rotation.pt", "--v", zoo / "v_rotation.pt"]
+    shown = run("import-rotations", *files, "--k-clip", "0.9", "--v-clip", "0", "--group-size", "8", "-o", back).stdout
+    assert "2 layers" in shown
+    description = json.loads((back / "oscar.json").read_text())
+    assert description["layers"]["0"]["key_codec"] == {"name": "int2", "group_size": 8, "clip": 0.9, "search": False}
+    found = results("verify", back, "--model", llama, "--length", "128")
+    assert "nothing recorded" in found["checks"][-1]["detail"]
+    assert "not measured" in run("inspect", llama, "--artifact", back).stdout
+
+
+def test_doctor(tmp_path: Path) -> None:
+    file = tmp_path / "doctor.json"
+    printed = run("doctor", "--json", "--output", file).stdout
+    assert file.read_text() == printed
+    found = json.loads(printed)
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["cpu_threads"] >= 1
+    assert {k["operation"] for k in found["kernels"]} == {"encode_store", "attention"}
+    assert "runs on every device" in run("doctor").stdout
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_demo_on_a_model_of_ones_own(llama: Path, tmp_path: Path, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    file = tmp_path / "demo.json"
+    args = ["demo", "--model", llama, "-o", tmp_path / "demo.oscar", "--tokens", "512", "--seq-len", "512"]
+    args += ["--length", "600", "--prompt-tokens", "400", "--max-new-tokens", "3", "--output", file]
+    shown = run(*args).stdout
+    found = json.loads(file.read_text())
+    assert (tmp_path / "demo.oscar" / "oscar.json").exists()
+    assert found["generated"]["oscar"]["cache_bytes"] < found["generated"]["dense"]["cache_bytes"]
+    assert f"{found['generated']['oscar']['bits_per_element']:.2f}" in shown
+    for row in found["projected_bits_per_element"]:
+        assert f"{row['oscar']:.2f}" in shown
+    for word in ("projected", "perplexity", "KL to dense", "tokens/s", "reference code", "oscar generate"):
+        assert word in shown
+    assert "…" not in shown

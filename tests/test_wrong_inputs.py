@@ -1,0 +1,170 @@
+"""Wrong inputs: each gives one clear line, exit status 2, and no traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import save_tiny, short_builtin_text
+from typer.testing import CliRunner
+
+from oscar_kv.cli import app
+
+CALIBRATION = ["--tokens", "512", "--seq-len", "128", "--sink", "4", "--recent", "16"]
+EVALUATION = ["--length", "64", "--windows", "1"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_text() -> Iterator[None]:
+    with short_builtin_text():
+        yield
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, an artifact made for it, another family's model, one with other heads, and texts."""
+    root = tmp_path_factory.mktemp("wrong")
+    save_tiny(root / "model")
+    save_tiny(root / "other", "qwen2")
+    save_tiny(root / "wide", head_dim=32)
+    (root / "text.txt").write_text("All that is gold does not glitter. " * 40)
+    (root / "empty.txt").write_text(" \n")
+    (root / "binary.bin").write_bytes(bytes(range(256)) * 4)
+    (root / "cut.gguf").write_bytes(b"GGUF\x03\x00\x00\x00" + (5).to_bytes(8, "little") + (9).to_bytes(8, "little"))
+    args = ["calibrate", root / "model", "-o", root / "artifact", "--method", "none", "--text", root / "text.txt"]
+    done = CliRunner().invoke(app, [str(a) for a in [*args, *CALIBRATION]])
+    assert done.exit_code == 0, done.output
+    return root
+
+
+def nan_model(root: Path) -> Path:
+    from safetensors.torch import load_file, save_file
+
+    save_tiny(root / "nan")
+    weights = load_file(root / "nan" / "model.safetensors")
+    weights["model.layers.1.self_attn.k_proj.weight"][0, 0] = float("nan")
+    save_file(weights, root / "nan" / "model.safetensors", metadata={"format": "pt"})
+    return root / "nan"
+
+
+def calibrate(root: Path, model: Any, *more: Any) -> list[Any]:
+    return ["calibrate", model, "-o", root / "out", *CALIBRATION, *more]
+
+
+def evaluate(root: Path, model: Any, *more: Any) -> list[Any]:
+    return ["eval", model, "--artifact", root / "artifact", *EVALUATION, *more]
+
+
+CASES: dict[str, tuple[Callable[[Path], list[Any]], list[str]]] = {
+    "missing model file": (lambda r: ["inspect", r / "nowhere.gguf"], ["nowhere.gguf", "no such file"]),
+    "missing text file": (
+        lambda r: calibrate(r, r / "model", "--text", r / "nowhere.txt"),
+        ["nowhere.txt", "no such file"],
+    ),
+    "GGUF cut short": (lambda r: calibrate(r, r / "cut.gguf"), ["cut.gguf", "cut short or damaged"]),
+    "artifact of another model": (
+        lambda r: evaluate(r, r / "other"),
+        ["another model", "architecture", "oscar calibrate"],
+    ),
+    "empty text": (lambda r: calibrate(r, r / "model", "--text", r / "empty.txt"), ["empty.txt", "no text"]),
+    "binary text": (lambda r: calibrate(r, r / "model", "--text", r / "binary.bin"), ["binary.bin", "not UTF-8 text"]),
+    "more tokens than text": (
+        lambda r: calibrate(r, r / "model", "--text", r / "text.txt", "--tokens", "50000"),
+        ["text.txt has 1400 tokens", "50000", "--tokens 1400"],
+    ),
+    "too few tokens": (lambda r: calibrate(r, r / "model", "--tokens", "10"), ["10 tokens are too few", "at least 64"]),
+    "head_dim mismatch": (
+        lambda r: ["generate", r / "wide", "--artifact", r / "artifact", "--prompt", "a"],
+        ["another model", "key_dim", "16", "32"],
+    ),
+    "output folder below a file": (
+        lambda r: ["calibrate", r / "model", "-o", r / "text.txt" / "out", *CALIBRATION],
+        ["cannot be written", "text.txt"],
+    ),
+    "output file below a file": (
+        lambda r: evaluate(r, r / "model", "--output", r / "text.txt" / "results.json"),
+        ["results.json", "not a folder that can be written"],
+    ),
+    "unknown method to calibrate": (
+        lambda r: calibrate(r, r / "model", "--method", "magic"),
+        ["unknown method 'magic'", "auto, oscar, hadamard, none"],
+    ),
+    "unknown method to eval": (
+        lambda r: evaluate(r, r / "model", "--methods", "dense,magic"),
+        ["unknown method 'magic'", "dense, naive"],
+    ),
+    "method that the artifact does not hold": (
+        lambda r: evaluate(r, r / "model", "--methods", "auto"),
+        ["holds method 'none'", "oscar calibrate --method auto"],
+    ),
+    "NaN activations in a calibration": (lambda r: calibrate(r, nan_model(r)), ["layer 1", "--dtype float32"]),
+    "NaN activations in an evaluation": (
+        lambda r: evaluate(r, nan_model(r), "--text", r / "text.txt"),
+        ["NaN or infinity", "check the checkpoint"],
+    ),
+    "text too short for the windows": (
+        lambda r: evaluate(r, r / "model", "--text", r / "text.txt", "--length", "2000"),
+        ["text.txt has 1400 tokens", "--length"],
+    ),
+    "length beyond the model": (
+        lambda r: evaluate(r, r / "model", "--length", "5000"),
+        ["--length 5000", "at most 4096"],
+    ),
+    "start beyond the window": (lambda r: evaluate(r, r / "model", "--start", "64"), ["--start 64", "at most 62"]),
+    "unknown dtype": (lambda r: evaluate(r, r / "model", "--dtype", "int3"), ["unknown dtype 'int3'", "bfloat16"]),
+    "unusable setting": (lambda r: calibrate(r, r / "model", "--group-size", "2"), ["group_size", "at least 4"]),
+    "folder that is no artifact": (lambda r: ["verify", r / "model"], ["not an artifact", "oscar.json"]),
+    "artifact that is missing": (
+        lambda r: evaluate(r / "no", r / "model"),
+        ["no such artifact folder", "oscar calibrate"],
+    ),
+    "layers per layer with auto": (lambda r: calibrate(r, r / "model", "--per-layer"), ["auto", "--method oscar"]),
+    "rotation file that is text": (
+        lambda r: ["import-rotations", "--k", r / "text.txt", "--v", r / "text.txt", "-o", r / "out"],
+        ["text.txt", "torch.save"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_one_clear_line_and_status_2(case: str, place: Path) -> None:
+    make, words = CASES[case]
+    result = CliRunner().invoke(app, [str(a) for a in make(place)])
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, result.stderr
+    assert errors[0] == result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.output
+    for word in words:
+        assert word in errors[0]
+    assert not (place / "out").exists()
+
+
+def test_the_traceback_can_be_had(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OSCAR_TRACEBACK", "1")
+    result = CliRunner().invoke(app, ["inspect", str(place / "nowhere.gguf")])
+    assert isinstance(result.exception, ValueError)
+
+
+def test_an_unforeseen_error_is_one_line_too(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("first line\nsecond line")
+
+    monkeypatch.setattr("oscar_kv.geometry.model_geometry", broken)
+    result = CliRunner().invoke(app, ["inspect", str(place / "model")])
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith("error: unexpected RuntimeError: first line second line")
+
+
+def test_running_out_of_memory_is_said_plainly(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr("oscar_kv.geometry.model_geometry", full)
+    result = CliRunner().invoke(app, ["inspect", str(place / "model")])
+    assert result.exit_code == 2
+    assert "error: out of memory" in result.stderr
