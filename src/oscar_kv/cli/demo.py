@@ -48,7 +48,7 @@ def demo(
     tokens: Annotated[int, typer.Option("--tokens", help="Calibration tokens.")] = 8_192,
     seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens of one calibration sequence.")] = 2_048,
     length: Annotated[int, typer.Option("--length", help="Tokens of the measured window.")] = 2_048,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="Tokens of the prompt.")] = 600,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="Tokens of the prompt.")] = 1_536,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens to generate.")] = 32,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -96,7 +96,7 @@ def measure(
     from ..calibration.corpus import builtin_text, prefix, spread_windows, tokenize
     from ..calibration.select import metric_start
     from ..evaluate.fidelity import evaluate
-    from ..evaluate.memory import HALF, bits_per_element
+    from ..evaluate.memory import HALF, bits_per_element, footprint
     from ..integrations.transformers import OscarCache
 
     text = builtin_text("evaluation")
@@ -131,6 +131,11 @@ def measure(
         "projected_bits_per_element": [
             {"length": n, "dense": 8.0 * HALF, "oscar": bits_per_element(geometry, config, n, HALF, layers)} for n in PROJECTED
         ],
+        "projected_cache_bytes": [
+            {"length": n, "dense": f.dense, "oscar": f.packed}
+            for n in PROJECTED
+            for f in (footprint(geometry, config, n, HALF, layers),)
+        ],
         "fidelity": artifact.fidelity,
         "warnings": artifact.provenance["warnings"],
     }
@@ -157,8 +162,11 @@ def show(result: dict[str, Any], folder: Path, model: str) -> None:
         line(f"cache allocated, {at}", lambda k: human(made[k]["cache_bytes"])),
         line(f"bits per element, {at}", lambda k: f"{made[k]['bits_per_element']:.2f}"),
         *(
-            line(f"bits per element, projected at {lengths(p['length'])}, 16-bit", lambda k, p=p: f"{p[k]:.2f}")
-            for p in result["projected_bits_per_element"]
+            line(
+                f"projected at {lengths(p['length'])} in 16 bits: cache, bits",
+                lambda k, p=p, b=b: f"{human(b[k])}, {p[k]:.2f}",
+            )
+            for p, b in zip(result["projected_bits_per_element"], result["projected_cache_bytes"], strict=True)
         ),
         line("perplexity", lambda k: f"{rows[k]['perplexity']:.3f}"),
         line("KL to dense, nats", lambda k: f"{rows[k]['kl_mean']:.4f}"),
