@@ -10,13 +10,21 @@ VENV      ?= .venv
 BIN       := $(VENV)/bin
 PIP       := $(BIN)/python -m pip install --quiet $(if $(PIP_INDEX),--extra-index-url $(PIP_INDEX))
 
-.PHONY: demo test lint install clean
+.PHONY: demo test test-oldest lint install clean
 
 demo: install
 	$(BIN)/oscar demo
 
 test: install lint
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
+	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
+	$(BIN)/coverage report --include='src/oscar_kv/method/*,src/oscar_kv/cache/*,src/oscar_kv/artifact.py' \
+	    --fail-under=95 --format=total
+
+# The oldest supported transformers, beside everything else that is installed.
+test-oldest: install
+	$(PIP) --upgrade --target $(VENV)/oldest transformers==5.12.0
+	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -p no:cacheprovider \
+	    tests/test_oscar_cache.py tests/test_calibration.py tests/test_evaluate.py tests/test_cli.py
 
 lint: install
 	$(BIN)/ruff check src tests benchmarks examples

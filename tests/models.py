@@ -64,6 +64,8 @@ def tiny_model(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.
 
     config = tiny_config(family, **changes)
     kwargs = {"experts_implementation": "eager"} if "num_local_experts" in FAMILIES[family][1] else {}
+    if family == "gemma2":  # early releases of transformers 5 run it through SDPA, which drops its soft cap
+        kwargs["attn_implementation"] = "eager"
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, **kwargs).to(dtype).eval()
     with torch.no_grad():
