@@ -187,3 +187,12 @@ def test_write_text_is_atomic(tmp_path):
     write_text(tmp_path / "deep" / "x.json", "2")
     assert os.listdir(tmp_path / "deep") == ["x.json"]
     assert (tmp_path / "deep" / "x.json").read_text() == "2"
+
+
+def test_the_same_model_has_one_fingerprint_however_it_was_stored():
+    """A GGUF file's config names no architecture, a saved folder's does."""
+    config, saved = tiny_config("llama"), tiny_config("llama")
+    saved.architectures = ["LlamaForCausalLM"]
+    config.architectures = None
+    assert model_geometry(config).fingerprint() == model_geometry(saved).fingerprint()
+    assert model_geometry(config).architecture == "LlamaForCausalLM"

@@ -291,6 +291,23 @@ def test_eval_table_is_never_cut(
     assert found["text_sha256"][:12] in shown
 
 
+def test_fault20_a_report_names_both_texts_and_covers_longer_positions(llama: Path, text: Path, tmp_path: Path) -> None:
+    """Calibrated on one text at 128 positions, evaluated on another at four times that."""
+    short = tmp_path / "short.txt"
+    short.write_text(" ".join(f"{n} cats sat." for n in range(200)), encoding="utf-8")
+    folder = tmp_path / "a"
+    made = ["calibrate", llama, "-o", folder, "--text", short, "--tokens", "512", "--seq-len", "128", "--sink", "4"]
+    assert "thin calibration: 512 tokens" in run(*made, "--method", "hadamard").output
+    assert "at least 64" in run(*made, "--tokens", "32", status=2).stderr
+    asked = ["eval", llama, "--artifact", folder, "--length", "512", "--windows", "1", "--start", "64"]
+    found = results(*asked, "--text", text)
+    assert found["text"] == "fox.txt"
+    assert found["settings"]["calibration"]["text"] == "short.txt"
+    assert (found["settings"]["calibration"]["seq_len"], found["settings"]["length"]) == (128, 512)
+    assert found["results"][0]["buckets"][0]["end"] == 511
+    assert "is the text of the calibration itself" in run(*asked, "--text", short).stderr
+
+
 def test_eval_calibrates_where_there_is_no_artifact(llama: Path) -> None:
     args = [
         "eval",

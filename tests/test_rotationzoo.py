@@ -297,7 +297,7 @@ class Malicious:
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["torch.save", "pickle"])
-def test_malicious_pickle_is_not_run(tmp_path: Path, plain: bool) -> None:
+def test_fault37_malicious_pickle_is_not_run(tmp_path: Path, plain: bool) -> None:
     mark, bad = tmp_path / "touched", tmp_path / "bad.pt"
     content = state({0: layer(0, GOOD, note=Malicious(mark))})
     if plain:

@@ -109,9 +109,8 @@ def model_geometry(config: Any) -> ModelGeometry:
         config: ``PreTrainedConfig`` of a causal LM (or of a multimodal model with a text decoder).
     """
     text = config.get_text_config(decoder=True)
-    architecture = (getattr(config, "architectures", None) or [type(config).__name__])[0]
     return ModelGeometry(
-        architecture=architecture,
+        architecture=_architecture(config),
         model_type=str(getattr(text, "model_type", "")),
         layers=tuple(_layers(text)),
         rope=_plain(getattr(text, "rope_parameters", None) or {}),
@@ -156,6 +155,14 @@ def _refusal(config: Any) -> str:
     if not getattr(model_class, "_supports_attention_backend", False):
         return f"{model_class.__name__} does not route attention through transformers' attention interface"
     return ""
+
+
+def _architecture(config: Any) -> str:
+    """The class name; from the config's type, since ``architectures`` is set in saved folders and absent in GGUF files."""
+    model_class = causal_lm_class(config)
+    if model_class is not None and not getattr(config, "auto_map", None):
+        return str(model_class.__name__)
+    return str((getattr(config, "architectures", None) or [type(config).__name__])[0])
 
 
 def causal_lm_class(config: Any) -> Any:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 METHODS = ("dense", "naive", "hadamard", "oscar", "auto")
 
+CALIBRATION_KEYS = ("text", "text_sha256", "tokens", "seq_len", "held_out_text", "seed", "warnings")  # of the provenance
+
 
 @command
 def evaluate(
@@ -119,6 +121,10 @@ def evaluate(
         chosen = resolve_methods(names, loaded, loaded.moments, config, loaded.for_model(lm))
         geometry = loaded.check_model(lm)
         result = run(lm, geometry, cut, chosen, config, source, name=short(model), start=first, progress=progress)
+        by = loaded.provenance
+        result["settings"]["calibration"] = {key: by[key] for key in CALIBRATION_KEYS if key in by}
+        if by.get("text_sha256") == source.sha256:
+            note(f"warning: {source.name} is the text of the calibration itself; use another for a fair figure")
     check_finite(result)
     emit(result, as_json, output, lambda: show_results(result, buckets, loaded, artifact is None))
 
