@@ -388,7 +388,7 @@ def test_doctor(tmp_path: Path) -> None:
     printed = run("doctor", "--json", "--output", file).stdout
     assert file.read_text() == printed
     found = json.loads(printed)
-    assert found["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(found["versions"]["torch"])  # without the build tag in some releases
     assert found["cpu_threads"] >= 1
     assert {k["operation"] for k in found["kernels"]} == {"encode_store", "attention"}
     assert "runs on every device" in run("doctor").stdout
