@@ -149,6 +149,10 @@ def _refusal(config: Any) -> str:
         return "an encoder-decoder model; only decoder-only causal language models are supported"
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", "") == "alibi":
         return "ALiBi adds a bias to each logit, which the packed tier does not know"
+    from transformers import cache_utils
+
+    if getattr(config.get_text_config(decoder=True), "num_kv_shared_layers", 0) and not hasattr(cache_utils, "DummyLayer"):
+        return "layers share keys in a way that this release of transformers does not tell; upgrade transformers"
     model_class = causal_lm_class(config)
     if model_class is None:
         return "transformers has no causal language model for this config"

@@ -120,7 +120,7 @@ class _clear_errors:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         if error is None or not isinstance(error, Exception) or isinstance(error, InputError):
             return
-        if isinstance(error, ImportError):
+        if isinstance(error, ImportError) or "pip install" in str(error):
             raise InputError(f"{self.model}: {_first_line(error)}; GGUF files need `pip install 'oscar-kv[gguf]'`") from error
         if self.model.endswith(".gguf"):
             raise InputError(f"{self.model}: cannot be read as GGUF, cut short or damaged? ({_first_line(error)})") from error

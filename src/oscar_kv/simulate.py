@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .attention import AttentionCall, intercepted
 from .cache.policy import packed_span, reads_dense
+from .geometry import model_geometry
 from .method.transform import LayerTransform
 
 QUERY_BLOCK = 128  # query positions handled at once
@@ -90,11 +91,21 @@ def _block(
 
 @contextmanager
 def simulated(model: Any, transforms: Mapping[int, LayerTransform] | None, sink: int, recent: int) -> Iterator[None]:
-    """Within this context the model attends as if it decoded with these transforms; None = dense."""
+    """Within this context the model attends as if it decoded with these transforms; None = dense.
+
+    A layer that shares another layer's keys reads them as that layer stored them.
+    """
     placed: dict[int, LayerTransform] = {}
+    owners: dict[int, tuple[int, Tensor]] = {}  # by id of a key tensor, which is kept alive here: its layer
+    sharing = any(layer.kind == "shared" for layer in model_geometry(model.config).layers)
 
     def observer(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         index = int(call.module.layer_idx)  # type: ignore[arg-type]
+        if sharing and transforms is not None:
+            if index in transforms:
+                owners[id(call.key)] = (index, call.key)
+            else:
+                index = owners.get(id(call.key), (index, call.key))[0]
         if transforms is None or index not in transforms:
             return call.base()
         if index not in placed or placed[index].key_in.device != call.key.device:

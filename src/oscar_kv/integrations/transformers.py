@@ -119,8 +119,8 @@ class OscarCache(Cache):  # type: ignore[misc]
         if remove > held:
             raise ValueError(f"cannot remove {remove} tokens: the cache holds {held}")
         if remove:
-            for layer in self.layers:
-                layer.crop(-remove)
+            for layer in sorted(self.layers, key=lambda layer: isinstance(layer, OscarLayer)):
+                layer.crop(-remove)  # layers that may refuse come first, so that a refusal changes nothing
 
     @property
     def stores(self) -> dict[int, Store]:
