@@ -439,3 +439,14 @@ def test_stores_hold_packed_codes():
     cache = OscarCache(artifact_for(model), model)
     decode(model, prompt(40), cache, [40])
     assert all(isinstance(store, PackedStore) and store.pages[0].dtype == torch.uint8 for store in cache.stores.values())
+
+
+def test_the_hooks_of_a_device_map_change_nothing():
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny_model("llama", dtype=torch.float64)
+    artifact = artifact_for(model)
+    plain = decode(model, prompt(40), OscarCache(artifact, model), [30] + [1] * 10)
+    parts = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head"]
+    spread = accelerate.dispatch_model(model, device_map=dict.fromkeys(parts, "cpu"), force_hooks=True)
+    assert hasattr(spread.model.layers[1], "_hf_hook")
+    assert torch.equal(decode(spread, prompt(40), OscarCache(artifact, spread), [30] + [1] * 10), plain)
