@@ -450,3 +450,36 @@ def test_the_hooks_of_a_device_map_change_nothing():
     spread = accelerate.dispatch_model(model, device_map=dict.fromkeys(parts, "cpu"), force_hooks=True)
     assert hasattr(spread.model.layers[1], "_hf_hook")
     assert torch.equal(decode(spread, prompt(40), OscarCache(artifact, spread), [30] + [1] * 10), plain)
+
+
+def test_additive_masks_are_taken_as_they_are():
+    model, ids = tiny_model("llama", dtype=torch.float64), prompt(12)
+    bias = torch.zeros(1, 1, 12, 12, dtype=torch.float64).masked_fill(~torch.ones(12, 12).tril().bool(), -1e9)
+    soft = bias + torch.linspace(0, 1, 12, dtype=torch.float64)
+    stock = [model(input_ids=ids, attention_mask=mask, use_cache=False).logits for mask in (bias, soft)]
+    cache = OscarCache(artifact_for(model), model)
+    for mask, expected in zip((bias, soft), stock, strict=True):
+        assert (model(input_ids=ids, attention_mask=mask, use_cache=False).logits - expected).abs().max() < 1e-12
+    with pytest.raises(NotImplementedError, match="bias in the attention mask"):
+        model(input_ids=ids, attention_mask=soft, **{cache_argument(type(model).forward): cache})
+
+
+def test_a_block_diagonal_mask_is_no_padding():
+    model = tiny_model("llama", dtype=torch.float64)
+    name = cache_argument(type(model).forward)
+    mask = torch.ones(12, 12).tril().bool()
+    mask[6:, :6] = False
+    later = {"attention_mask": torch.ones(1, 1, 1, 13).bool(), "position_ids": torch.tensor([[12]])}
+    outputs = []
+    for cache in (DynamicCache(config=model.config), OscarCache(artifact_for(model), model, sink=64, recent=64)):
+        model(input_ids=prompt(12), attention_mask=mask[None, None], **{name: cache})
+        outputs.append(model(input_ids=prompt(1, seed=2), **later, **{name: cache}).logits)
+    assert torch.equal(*outputs)
+
+
+def test_a_cache_is_no_part_of_a_graph():
+    model = tiny_model("llama")
+    cache = OscarCache(artifact_for(model), model)
+    model(input_ids=prompt(20), **{cache_argument(type(model).forward): cache})
+    assert not cache.stores[0].windows["ring_k"].requires_grad
+    assert copy.deepcopy(cache).get_seq_length() == 20

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch
 
 from oscar_kv import Artifact, OscarCache, OscarConfig, calibrate
 from oscar_kv.calibration.corpus import builtin_text, prefix, spread_windows, tokenize
@@ -32,10 +31,7 @@ def path() -> str:
 
 @pytest.fixture(scope="module")
 def loaded(path):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
-    yield load_model(path), load_tokenizer(path)
-    torch.set_num_threads(threads)
+    return load_model(path), load_tokenizer(path)
 
 
 def test_config_alone_tells_the_geometry(path):

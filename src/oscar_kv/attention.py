@@ -86,6 +86,8 @@ def eager_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
     if mask is None:
         tokens, columns = query.shape[2], key.shape[2]
         mask = torch.ones(tokens, columns, dtype=torch.bool, device=query.device).tril(columns - tokens)[None, None]
+    if mask.is_floating_point():
+        return mask
     zero = torch.zeros((), device=query.device, dtype=query.dtype)
     return torch.where(mask, zero, torch.finfo(query.dtype).min)
 
@@ -101,8 +103,12 @@ def oscar_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The function registered as ``attn_implementation="oscar"``; output ``[B, T, Hq, Dv]``."""
-    if attention_mask is not None and attention_mask.dtype != torch.bool:
-        attention_mask = attention_mask > torch.finfo(attention_mask.dtype).min / 2  # additive: 0 = visible
+    if attention_mask is not None and attention_mask.is_floating_point():
+        hidden = attention_mask <= -1e4
+        if bool(((attention_mask == 0) | hidden).all()):
+            attention_mask = ~hidden  # additive, but only hides: 0 = visible
+        elif hasattr(key, HANDLE):
+            raise NotImplementedError("a bias in the attention mask is not supported with an OscarCache")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(module, query, key, value, attention_mask, scale, kwargs)
     handle = getattr(key, HANDLE, None)

@@ -234,7 +234,9 @@ def compare(
             full = torch.log_softmax(head(reference[span]).float(), -1)
             for name, hidden in states.items():
                 log = full if hidden is reference else torch.log_softmax(head(hidden[span]).float(), -1)
-                kl = (full.exp() * (full - log)).sum(-1)
+                kl = torch.where(full == float("-inf"), 0.0, full.exp() * (full - log)).sum(
+                    -1
+                )  # suppressed tokens weigh nothing
                 result[name].kl[span] = kl.clamp_min(0.0).cpu()
                 result[name].agree[span] = (full.argmax(-1) == log.argmax(-1)).cpu()
                 result[name].nll[span] = -log.gather(-1, target[span, None])[:, 0].cpu()

@@ -140,6 +140,7 @@ class PackedStore:
         Raises:
             ValueError: shapes do not fit the artifact or the tokens already held.
         """
+        key, value = key.detach(), value.detach()  # a cache is no part of a graph
         t = self.transform
         held = (self.windows["ring_k"].dtype, self.windows["ring_v"].dtype) if self.windows else None
         check_append(key, value, t.num_kv_heads, self.batch, (t.key_dim, t.value_dim), held)

@@ -169,6 +169,11 @@ def provenance(
     warnings = []
     if count < WARN_TOKENS:
         warnings.append(f"thin calibration: {count} tokens (below {WARN_TOKENS}); expect worse results on other text")
+    if config.seq_len <= config.sink + config.recent:
+        warnings.append(
+            f"sequences of {config.seq_len} tokens fit into the dense windows ({config.sink} + {config.recent}): fidelity and "
+            "selection read no codes and say nothing; use a longer --seq-len"
+        )
     warnings += bias_warnings(moments, layers)
     return {
         "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__).rsplit("/", 1)[-1],

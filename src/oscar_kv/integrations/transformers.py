@@ -187,7 +187,9 @@ class OscarLayer(CacheLayerMixin):  # type: ignore[misc]
                 "between cache and attention, or a forward call was interrupted (reset() the cache)"
             )
         key_states, value_states = key_states.view_as(key_states), value_states.view_as(value_states)
-        setattr(key_states, HANDLE, _Handle(self, key_states.shape[2]))
+        handle = _Handle(self, key_states.shape[2])
+        setattr(key_states, HANDLE, handle)
+        setattr(value_states, HANDLE, handle)
         self._waiting = True
         self.is_initialized = True
         self.batch_size = key_states.shape[0]
@@ -257,6 +259,11 @@ class _Handle:
 
     def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         start, tokens = self.histories[0].start, call.key.shape[2]
+        if getattr(call.value, HANDLE, None) is not self:
+            raise RuntimeError(
+                f"layer {self.layer.index}: this model changes values between cache and attention, so they cannot be packed; "
+                "it is not supported"
+            )
         if not self.taken:
             self.taken = True
             self.layer.take(call.key, call.value, left_padding(call.mask, start, tokens))
@@ -305,5 +312,5 @@ def left_padding(mask: Tensor | None, start: int, tokens: int) -> Tensor | None:
     """
     if mask is None:
         return None
-    last = mask[:, 0, -1, start : start + tokens]  # what the newest token sees of this call
-    return torch.where(last.any(-1), last.int().argmax(-1), tokens)
+    own = mask[:, 0].diagonal(start, dim1=-2, dim2=-1)[:, :tokens]  # whether each token sees itself: padding does not
+    return torch.where(own.any(-1), own.int().argmax(-1), tokens)
