@@ -44,6 +44,17 @@ def dense_layer_nbytes(layer: LayerGeometry, length: int, itemsize: int) -> int:
     return layer.num_kv_heads * (layer.key_dim + layer.value_dim) * held * itemsize
 
 
+def packed_layer_nbytes(
+    layer: LayerGeometry, config: OscarConfig, length: int, itemsize: int, transforms: Mapping[int, LayerTransform] | None
+) -> int:
+    """Bytes of one packed layer; codecs from the transforms, or the default codec."""
+    default = CodecSpec("int2", config.group_size)
+    t = transforms[layer.index] if transforms else None
+    codecs = (t.key_codec, t.value_codec) if t else (default, default)
+    dims = (layer.key_dim, layer.value_dim)
+    return packed_nbytes(length, layer.num_kv_heads, dims, row_bytes(layer, *codecs), itemsize, config)
+
+
 def footprint(
     geometry: ModelGeometry,
     config: OscarConfig,
@@ -64,11 +75,7 @@ def footprint(
         if not layer.packed:
             packed += stock
             continue
-        default = CodecSpec("int2", config.group_size)
-        t = transforms[layer.index] if transforms else None
-        codecs = (t.key_codec, t.value_codec) if t else (default, default)
-        dims = (layer.key_dim, layer.value_dim)
-        packed += packed_nbytes(length, layer.num_kv_heads, dims, row_bytes(layer, *codecs), itemsize, config)
+        packed += packed_layer_nbytes(layer, config, length, itemsize, transforms)
     return Footprint(length, dense, packed)
 
 
@@ -82,12 +89,8 @@ def bits_per_element(
     """Allocated bits per key or value element of the packed layers at ``length`` tokens, windows and padding included."""
     nbytes = elements = 0
     for layer in geometry.packed:
-        default = CodecSpec("int2", config.group_size)
-        t = transforms[layer.index] if transforms else None
-        codecs = (t.key_codec, t.value_codec) if t else (default, default)
-        dims = (layer.key_dim, layer.value_dim)
-        nbytes += packed_nbytes(length, layer.num_kv_heads, dims, row_bytes(layer, *codecs), itemsize, config)
-        elements += layer.num_kv_heads * sum(dims) * length
+        nbytes += packed_layer_nbytes(layer, config, length, itemsize, transforms)
+        elements += layer.num_kv_heads * (layer.key_dim + layer.value_dim) * length
     return 8.0 * nbytes / elements
 
 
