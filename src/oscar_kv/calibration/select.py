@@ -17,6 +17,7 @@ from torch import Tensor
 from ..attention import AttentionCall, intercepted
 from ..cache.policy import reads_dense
 from ..config import EVAL_START, OscarConfig
+from ..errors import InputError
 from ..method.selection import local_errors
 from ..method.transform import LayerTransform, SideChoice
 from ..simulate import TokenMetrics, compare
@@ -102,7 +103,7 @@ def select(
             everywhere(CANDIDATES[values_first], moments),
         )
     measure(list(proposals))
-    kl = {name: mean_kl(metrics) for name, metrics in measured.items()}
+    kl = {name: ranked_kl(metrics) for name, metrics in measured.items()}
     base = keys_first[min(range(len(keys_first)), key=lambda i: list(kl.values())[i])]
     deviating = []
     for key_share, value_share in DEVIATIONS:
@@ -110,8 +111,13 @@ def select(
         proposals[name] = (pick(key_error, base, key_share), pick(value_error, values_first, value_share))
         deviating.append(name)
     measure(deviating)
-    kl = {name: mean_kl(metrics) for name, metrics in measured.items()}
+    kl = {name: ranked_kl(metrics) for name, metrics in measured.items()}
     chosen = min(kl, key=lambda name: kl[name])
+    if kl[chosen] == float("inf"):
+        raise InputError(
+            "no setting gives finite predictions on the held-out text: the model overflows there; try --dtype float32 or "
+            "bfloat16, and check the checkpoint"
+        )
     key_choice, value_choice = proposals[chosen]
 
     def errors_of(errors: dict[int, Tensor], choose: Choose) -> dict[int, list[float]]:
@@ -160,9 +166,11 @@ def measure_local(
                 dense,
                 scaling=call.scaling,
                 softcap=call.softcap,
+                sinks=call.sinks,
             )
-            key_sum[index] = key_sum.get(index, 0) + keys.cpu() / len(windows)
-            value_sum[index] = value_sum.get(index, 0) + values.cpu() / len(windows)
+            keys, values = (e.nan_to_num(nan=float("inf")).cpu() / len(windows) for e in (keys, values))  # NaN is never chosen
+            key_sum[index] = key_sum.get(index, 0) + keys
+            value_sum[index] = value_sum.get(index, 0) + values
         return call.base()
 
     with intercepted(model, observer):
@@ -178,6 +186,12 @@ def metric_start(tokens: int) -> int:
     return min(EVAL_START, tokens // 2)
 
 
+def ranked_kl(metrics: list[TokenMetrics]) -> float:
+    """Mean KL, infinite where it is no number."""
+    kl = mean_kl(metrics)
+    return kl if kl == kl else float("inf")
+
+
 def mean_kl(metrics: list[TokenMetrics]) -> float:
-    """Mean over windows of the mean KL over the positions that were measured."""
-    return sum(float(m.kl[~m.kl.isnan()].mean()) for m in metrics) / len(metrics)
+    """Mean over windows of the mean KL over the positions that were measured; NaN if any of them is."""
+    return sum(float(m.kl[m.start :].mean()) for m in metrics) / len(metrics)
