@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import sys
 import warnings
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, TypeVar
 import typer
 
 from ..errors import InputError
+from ..files import finite, replacing_folder, write_text
 from .progress import Progress
 
 if TYPE_CHECKING:
@@ -93,27 +93,14 @@ def quiet() -> None:
 
 def emit(result: dict[str, Any], as_json: bool, output: Path | None, show: Callable[[], None]) -> None:
     """Print a result, as JSON or for people, and write it as JSON where that was asked for."""
-    text = json.dumps(_finite(result), indent=2, allow_nan=False) + "\n"
+    text = json.dumps(finite(result), indent=2, allow_nan=False) + "\n"
     if output is not None:
-        from ..artifact import write_text
-
         write_text(output, text)
     if as_json:
         sys.stdout.write(text)
         sys.stdout.flush()
     else:
         show()
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: null stands for what could not be measured."""
-    if isinstance(value, dict):
-        return {str(k): _finite(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def check_output(output: Path | None) -> None:
@@ -129,7 +116,6 @@ def check_output(output: Path | None) -> None:
 
 def check_folder(folder: Path, option: str = "-o") -> None:
     """Raise InputError now if an artifact cannot be saved there later; leaves what is there as it is."""
-    from ..artifact import replacing_folder
 
     class Enough(Exception):
         pass
