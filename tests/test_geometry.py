@@ -58,9 +58,13 @@ def test_a_model_without_a_causal_form_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "field", "value"),
-    [("LlamaConfig", "is_causal", False), ("Qwen3Config", "is_causal", False), ("Gemma3TextConfig", "use_bidirectional_attention", True)],
+    [
+        ("LlamaConfig", "is_causal", False),
+        ("Qwen3Config", "is_causal", False),
+        ("Gemma3TextConfig", "use_bidirectional_attention", True),
+    ],
     ids=["llama", "qwen3", "gemma3"],
-)  # fmt: skip
+)
 def test_a_decoder_turned_into_an_encoder_by_its_config_is_refused(name: str, field: str, value: object) -> None:
     assert field in refused(config_of(name, **{field: value})).refusal
 
@@ -89,8 +93,17 @@ def sees_later_tokens(config: Any) -> bool:
         config_of("LlamaConfig", is_causal=False),
         config_of("Gemma3TextConfig", use_bidirectional_attention=True),
     ],
-    ids=["bert", "bert-decoder", "bert-generation", "electra", "gpt-neox", "llama", "llama-bidirectional", "gemma3-bidirectional"],
-)  # fmt: skip
+    ids=[
+        "bert",
+        "bert-decoder",
+        "bert-generation",
+        "electra",
+        "gpt-neox",
+        "llama",
+        "llama-bidirectional",
+        "gemma3-bidirectional",
+    ],
+)
 def test_refused_as_not_causal_exactly_where_a_later_token_matters(config: Any) -> None:
     assert ("later ones" in model_geometry(config).refusal) == sees_later_tokens(config)
 

@@ -102,7 +102,7 @@ _DECISIONS = {
     "mla": (REFUSED, "multi-head latent attention caches a compressed latent, not keys and values"),
     "other": (REFUSED, "a cache layout of its own that this version does not know"),
 }
-# Classes that declare the attention interface and still cannot be packed, by model type. Each is refused by a test that runs it.
+# Classes that declare the attention interface and still cannot be packed, by model type; a test runs each of them.
 _UNSUPPORTED = {
     "diffllama": "differential attention swaps halves of the values between cache and attention",
     "doge": "adds a learned bias to the attention mask, which the packed tier does not know",
