@@ -1,4 +1,4 @@
-"""What the commands share: options, tables, results in two forms, loading, and errors as one line."""
+"""What the commands share: errors as one line, results in two forms, and tables."""
 
 from __future__ import annotations
 
@@ -10,30 +10,17 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
 
 from ..errors import InputError
-from .progress import Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..artifact import Artifact
-
 P = ParamSpec("P")
 R = TypeVar("R")
-
-ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Hub id, local folder, or path of a .gguf file.", show_default=False)
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as JSON on standard output.")]
-OutputOption = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write the results as JSON to this file.")]
-RevisionOption = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")]
-TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model's repository ships.")]
-DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ... or balanced.")]
-DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 
 PASSED, FAILED = 0, 1  # exit status of a command that checks something
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -199,51 +186,3 @@ def ranges(indices: Sequence[int]) -> str:
 def lengths(tokens: int) -> str:
     """``32768`` as ``"32K"``."""
     return f"{tokens // 1024}K" if tokens >= 1024 and tokens % 1024 == 0 else str(tokens)
-
-
-def short(model: str) -> str:
-    """A model's name without the folders it lies in."""
-    return Path(model).name if Path(model).exists() else model
-
-
-# -- models ------------------------------------------------------------------------------------------------------
-
-
-def load(
-    model: str,
-    progress: Progress,
-    *,
-    artifact: Artifact | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> tuple[Any, Any]:
-    """Model and tokenizer; whatever can be refused from the config alone is refused before the weights are read."""
-    progress.step("reading the config")
-    from ..geometry import model_geometry
-    from ..loading import load_config, load_model, load_tokenizer, parse_dtype
-
-    hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    parse_dtype(dtype)
-    config = load_config(model, **hub)
-    model_geometry(config).require_packable()
-    if artifact is not None:
-        artifact.check_model(config)
-    progress.step(f"loading {short(model)}")
-    tokenizer = load_tokenizer(model, **hub)
-    return load_model(model, device=device, dtype=dtype, **hub), tokenizer
-
-
-def check_positions(model: Any, needed: int, what: str) -> None:
-    """Raise InputError if a model has fewer positions than ``what`` needs."""
-    limit = position_limit(model)
-    if limit and needed > limit:
-        raise InputError(f"{what} do not fit the model's {limit} positions: at most {limit} in all")
-
-
-def position_limit(model: Any) -> int | None:
-    """How many positions a model (or its config) is made for, if it says so."""
-    config = getattr(model, "config", model)
-    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return int(limit) if limit else None
