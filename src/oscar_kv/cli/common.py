@@ -157,19 +157,32 @@ def note(line: str) -> None:
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
-    """A table; columns whose name starts with ``<`` are text and may fold, the others are numbers and are never cut."""
+    """A table; columns whose name starts with ``<`` are text and may fold between words, the others are numbers.
+
+    Nothing is ever cut: where the terminal is too narrow for the table, each row becomes a paragraph of names and values.
+    """
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title or None, title_justify="left")
-    for name in columns:
-        if name.startswith("<"):
-            table.add_column(name[1:], overflow="fold")
-        else:
-            table.add_column(name, justify="right", no_wrap=all(" " not in row for row in name.split("\n")))
+    for i, name in enumerate(columns):
+        text, cells = name.startswith("<"), [row[i] for row in rows]
+        words = [*name.lstrip("<").split(), *(word for cell in cells for word in (cell.split() if text else [cell]))]
+        width = max(map(len, words), default=1)
+        table.add_column(
+            name.lstrip("<"), overflow="fold", justify="left" if text else "right", min_width=min(width, 24) if text else width
+        )
     for row in rows:
         table.add_row(*row)
-    console().print(table)
+    out = console()
+    if out.measure(table, options=out.options.update(width=10_000)).minimum <= out.width:
+        out.print(table)
+        return
+    if title:
+        say(title)
+    names = [" ".join(name.lstrip("<").replace("/\n", "/").split()) for name in columns]
+    for row in rows:
+        say("- " + ", ".join(" ".join(filter(None, pair)) for pair in zip(names, row, strict=True)))
 
 
 def ranges(indices: Sequence[int]) -> str:
