@@ -116,7 +116,7 @@ def test_a_refused_model_gives_its_reason_status_2_and_no_saving(
     assert words in shown
     assert "…" not in shown
     for layer in results("inspect", tmp_path, status=2)["layers"]:
-        assert f" {layer['kind']} " in shown.replace(",", " ")
+        assert f" {layer['kind']} " in shown.replace(";", " ")
     for word in ("saving", "oscar\n", "128K", "bits per element"):
         assert word not in shown
     found = results("inspect", tmp_path, status=2)

@@ -129,7 +129,7 @@ CASES: dict[str, tuple[Callable[[Path], list[Any]], list[str]]] = {
         lambda r: ["generate", r / "artifact", "--artifact", r / "model", "--prompt", "a"],
         ["is a model, not an artifact"],
     ),
-    "model to verify": (lambda r: ["verify", r / "model"], ["is a model, not an artifact", "oscar calibrate"]),
+    "model to verify": (lambda r: ["verify", r / "model"], ["error: /", "is a model, not an artifact", "oscar calibrate"]),
     "model to export": (
         lambda r: ["export-rotations", r / "model", "-o", r / "out"],
         ["is a model, not an artifact"],

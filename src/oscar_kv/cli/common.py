@@ -182,7 +182,7 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str
         say(title)
     names = [" ".join(name.lstrip("<").replace("/\n", "/").split()) for name in columns]
     for row in rows:
-        say("- " + ", ".join(" ".join(filter(None, pair)) for pair in zip(names, row, strict=True)))
+        say("- " + "; ".join(" ".join(filter(None, pair)) for pair in zip(names, row, strict=True)))
 
 
 def ranges(indices: Sequence[int]) -> str:

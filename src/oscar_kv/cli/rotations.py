@@ -68,7 +68,7 @@ def export_command(
     check_output(output)
     from ..rotationzoo import export_rotations
 
-    loaded = open_artifact(artifact, "DIR")
+    loaded = open_artifact(artifact, option="")
     result: dict[str, Any] = {
         "artifact": str(artifact),
         "files": [str(path) for path in export_rotations(loaded, folder)],
@@ -79,9 +79,7 @@ def export_command(
     def show() -> None:
         for path in result["files"]:
             say(path)
-        say(
-            f"Rotations alone; what these files have no place for: {'; '.join(result['left_out'])}. Set it where they are read."
-        )
+        say(f"The files hold rotations alone. Set where they are read: {'; '.join(result['left_out'])}.")
 
     emit(result, as_json, output, show)
 

@@ -95,11 +95,10 @@ def open_artifact(folder: Path, option: str = "--artifact", moments: bool = Fals
 
 
 def check_is_artifact(folder: Path, option: str = "--artifact") -> None:
-    """Raise InputError with a hint if a model stands where an artifact belongs."""
+    """Raise InputError with a hint if a model stands where an artifact belongs; ``option`` is empty for an argument."""
     if folder.suffix == ".gguf" or (folder / "config.json").is_file():
-        raise InputError(
-            f"{option} {folder} is a model, not an artifact: `oscar calibrate {folder} -o DIR` makes an artifact of it"
-        )
+        given = f"{option} {folder}".strip()
+        raise InputError(f"{given} is a model, not an artifact: `oscar calibrate {folder} -o DIR` makes an artifact for it")
 
 
 def check_is_model(model: str) -> None:

@@ -43,7 +43,7 @@ def verify(
     if max_kl is not None and not max_kl >= 0:
         raise InputError(f"--max-kl must be 0 or more, got {max_kl}")
     check_window(length)
-    check_is_artifact(artifact, "DIR")
+    check_is_artifact(artifact, option="")
     if not artifact.is_dir():
         raise InputError(f"{artifact}: no such artifact folder")
     from ..artifact import DESCRIPTION, Artifact, ArtifactError
