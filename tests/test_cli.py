@@ -152,6 +152,14 @@ def test_verify_passes_alone_and_with_its_model(llama: Path, artifact: Path, tmp
     assert found["warnings"]
 
 
+def test_verify_says_that_a_model_has_fewer_positions_than_the_window(tmp_path: Path, text: Path) -> None:
+    model, folder = save_tiny(tmp_path / "short", max_position_embeddings=256), tmp_path / "a.oscar"
+    run("calibrate", model, "-o", folder, "--method", "none", "--text", text, *CALIBRATION)
+    found = results("verify", folder, "--model", model, "--max-kl", "1000")
+    assert found["fidelity"]["settings"]["length"] == 256
+    assert found["warnings"][-1] == "a window of 1024 tokens was asked for, 256 are used: the model has 256 positions"
+
+
 def test_verify_fails_with_status_1(llama: Path, gemma: Path, artifact: Path, tmp_path: Path) -> None:
     other = results("verify", artifact, "--model", gemma, status=1)
     assert not other["checks"][-1]["passed"]

@@ -98,7 +98,12 @@ def against_model(
     fits = check("fits the model", True, source.short if artifact.fingerprint else f"{source.short}, by shapes alone")
     if artifact.problems():
         return [fits]
-    length = min(length, position_limit(config) or length)
+    if (limit := position_limit(config)) and limit < length:
+        result["warnings"] = [
+            *result["warnings"],
+            f"a window of {length} tokens was asked for, {limit} are used: the model has {limit} positions",
+        ]
+        length = limit
     tokenizer = source.tokenizer()
     measured = measure(artifact, source.weights(), tokenizer, length, source.progress, source.short)
     result["fidelity"] = measured
