@@ -22,6 +22,7 @@ from oscar_kv.calibration.corpus import (
 from oscar_kv.calibration.methods import CANDIDATES, build_method, parse_choice
 from oscar_kv.calibration.run import calibrate
 from oscar_kv.calibration.select import mean_kl, select
+from oscar_kv.calibration.split import split_sequences
 from oscar_kv.config import DEFAULTS, OscarConfig
 from oscar_kv.errors import InputError
 from oscar_kv.geometry import model_geometry
@@ -186,11 +187,29 @@ def test_auto_measures_and_is_never_worse_than_what_it_measured():
     artifact = calibrate(model, tokenizer, config=QUICK)
     tried = artifact.provenance["selection"]
     assert len(tried) == 7
-    assert artifact.fidelity["kl_mean"] == pytest.approx(min(t["kl_mean"] for t in tried))
+    assert tried[0]["kl_mean"] == min(t["kl_mean"] for t in tried)
     assert set(artifact.summary["0"]["key_choice"]) <= {str(c) for c in CANDIDATES}
     window = spread_windows(tokenize(tokenizer, builtin_text("selection")), 256, 1, prefix(tokenizer))[0]
     again = compare(model, window, {"auto": artifact.layers}, QUICK.sink, QUICK.recent, 128)
-    assert mean_kl([again["auto"]]) == pytest.approx(artifact.fidelity["kl_mean"], rel=1e-4)
+    assert mean_kl([again["auto"]]) == pytest.approx(tried[0]["kl_mean"], rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["auto", "hadamard"])
+def test_fidelity_is_measured_on_windows_that_nothing_else_has_seen(method):
+    model, tokenizer = tiny_model("qwen2", seed=3), tiny_tokenizer()
+    artifact = calibrate(model, tokenizer, method=method, config=QUICK.with_(selection_windows=2))
+    parts = split_sequences(builtin_text("calibration"), tokenizer, QUICK.with_(selection_windows=2), builtin=True)
+    assert len(parts.fidelity) == 2
+    start = 128
+    metrics = [compare(model, w, {"": artifact.layers}, QUICK.sink, QUICK.recent, start)[""] for w in parts.fidelity]
+    kl, nll = (torch.cat([getattr(m, name)[start:] for m in metrics]) for name in ("kl", "nll"))
+    found = artifact.fidelity
+    assert (found["text"], found["windows"], found["length"], found["start"]) == ("builtin:selection", 2, 256, start)
+    assert found["kl_mean"] == pytest.approx(float(kl.mean()), rel=1e-5)
+    assert found["perplexity"] == pytest.approx(float(nll.mean().exp()), rel=1e-5)
+    assert found["kl_mean"] not in [t["kl_mean"] for t in artifact.provenance["selection"]]
+    assert artifact.provenance["fidelity_text"] == "builtin:selection"
+    assert artifact.provenance["selection_text"] == ("builtin:selection" if method == "auto" else "")
 
 
 def test_fault12_auto_centres_a_model_with_a_large_key_bias():

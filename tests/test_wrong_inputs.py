@@ -109,19 +109,31 @@ CASES: dict[str, tuple[Callable[[Path], list[Any]], list[str]]] = {
         lambda r: evaluate(r, r / "model", "--text", r / "text.txt", "--length", "2000"),
         ["text.txt has 1400 tokens", "--length"],
     ),
-    "length beyond the model": (
-        lambda r: evaluate(r, r / "model", "--length", "5000"),
-        ["--length 5000", "at most 4096"],
-    ),
-    "start beyond the window": (lambda r: evaluate(r, r / "model", "--start", "64"), ["--start 64", "at most 62"]),
     "unknown dtype": (lambda r: evaluate(r, r / "model", "--dtype", "int3"), ["unknown dtype 'int3'", "bfloat16"]),
     "unusable setting": (lambda r: calibrate(r, r / "model", "--group-size", "2"), ["group_size", "at least 4"]),
-    "folder that is no artifact": (lambda r: ["verify", r / "model"], ["not an artifact", "oscar.json"]),
+    "folder that is no artifact": (lambda r: ["verify", r], ["not an artifact", "oscar.json"]),
     "artifact that is missing": (
         lambda r: evaluate(r / "no", r / "model"),
         ["no such artifact folder", "oscar calibrate"],
     ),
     "layers per layer with auto": (lambda r: calibrate(r, r / "model", "--per-layer"), ["auto", "--method oscar"]),
+    "artifact where a model belongs": (
+        lambda r: ["inspect", r / "artifact"],
+        ["artifact is an artifact, not a model", "--artifact", "oscar verify"],
+    ),
+    "model where an artifact belongs": (
+        lambda r: ["generate", r / "model", "--artifact", r / "model", "--prompt", "a"],
+        ["--artifact", "model is a model, not an artifact", "oscar calibrate"],
+    ),
+    "model and artifact swapped": (
+        lambda r: ["generate", r / "artifact", "--artifact", r / "model", "--prompt", "a"],
+        ["is a model, not an artifact"],
+    ),
+    "model to verify": (lambda r: ["verify", r / "model"], ["error: /", "is a model, not an artifact", "oscar calibrate"]),
+    "model to export": (
+        lambda r: ["export-rotations", r / "model", "-o", r / "out"],
+        ["is a model, not an artifact"],
+    ),
     "rotation file that is text": (
         lambda r: ["import-rotations", "--k", r / "text.txt", "--v", r / "text.txt", "-o", r / "out"],
         ["text.txt", "torch.save"],
@@ -141,6 +153,62 @@ def test_one_clear_line_and_status_2(case: str, place: Path) -> None:
     assert "Traceback" not in result.output
     for word in words:
         assert word in errors[0]
+    assert not (place / "out").exists()
+
+
+EARLY: dict[str, tuple[Callable[[Path], list[Any]], list[str]]] = {
+    "device that is no device": (lambda r: evaluate(r, r / "model", "--device", "gpu"), ["--device gpu", "usable: auto"]),
+    "device without numbers": (lambda r: calibrate(r, r / "model", "--device", "meta"), ["--device meta", "cpu"]),
+    "device that is not there": (
+        lambda r: ["generate", r / "model", "--artifact", r / "artifact", "--prompt", "a", "--device", "cuda:77"],
+        ["--device cuda:77 cannot be used here", "usable: auto, balanced, cpu"],
+    ),
+    "dtype of the demo": (lambda r: ["demo", "--model", r / "model", "-o", r / "out", "--dtype", "int3"], ["int3"]),
+    "windows beyond the text": (
+        lambda r: evaluate(r, r / "model", "--text", r / "text.txt", "--windows", "50"),
+        ["text.txt has 1400 tokens", "50 windows"],
+    ),
+    "no window": (lambda r: evaluate(r, r / "model", "--windows", "0"), ["at least one window"]),
+    "window of nothing": (lambda r: evaluate(r, r / "model", "--length", "0"), ["--length must be at least 4, got 0"]),
+    "window beyond the model": (lambda r: evaluate(r, r / "model", "--length", "5000"), ["at most 4096"]),
+    "start beyond the window": (lambda r: evaluate(r, r / "model", "--start", "64"), ["--start 64", "at most 62"]),
+    "start before the window": (lambda r: evaluate(r, r / "model", "--start", "-1"), ["--start -1", "from 0"]),
+    "verified window of nothing": (
+        lambda r: ["verify", r / "artifact", "--model", r / "model", "--length", "1"],
+        ["--length must be at least 4, got 1"],
+    ),
+    "measured window of the demo": (
+        lambda r: ["demo", "--model", r / "model", "-o", r / "out", "--length", "3"],
+        ["--length must be at least 4, got 3"],
+    ),
+    "demo beyond the model": (
+        lambda r: ["demo", "--model", r / "model", "-o", r / "out", "--prompt-tokens", "4096"],
+        ["4096 prompt tokens and 32 new ones", "at most 4096"],
+    ),
+    "sequences within the sink": (lambda r: calibrate(r, r / "model", "--seq-len", "5"), ["4 sink tokens", "--seq-len"]),
+    "too few tokens": (lambda r: calibrate(r, r / "model", "--tokens", "10"), ["10 tokens are too few"]),
+    "too few tokens for an evaluation": (
+        lambda r: ["eval", r / "model", *EVALUATION, "--tokens", "10"],
+        ["10 tokens are too few"],
+    ),
+    "prompt beyond the model": (
+        lambda r: ["generate", r / "model", "--artifact", r / "artifact", "--prompt", "a", "--max-new-tokens", "5000"],
+        ["do not fit"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(EARLY))
+def test_refused_before_the_weights_are_read(case: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: Any, **__: Any) -> None:
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr("oscar_kv.loading.load_model", read)
+    make, words = EARLY[case]
+    result = CliRunner().invoke(app, [str(a) for a in make(place)])
+    assert result.exit_code == 2, result.output
+    for word in words:
+        assert word in result.stderr.splitlines()[-1]
     assert not (place / "out").exists()
 
 

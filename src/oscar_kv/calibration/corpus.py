@@ -190,6 +190,47 @@ def spread_windows(tokens: Tensor, length: int, count: int, start: Sequence[int]
             f"{name} has {len(tokens)} tokens, too few for {count} windows of {length}: give more text, or at most "
             f"{max(1, len(tokens) // count)} as --length"
         )
-    starts = [round(i * (len(tokens) - body) / max(1, count - 1)) for i in range(count)]
+    return _cut(tokens, window_starts(len(tokens), body, count), body, start)
+
+
+def window_starts(tokens: int, body: int, count: int) -> list[int]:
+    """Where ``count`` windows of ``body`` tokens begin that are spread evenly over a text, first and last token included."""
+    return [round(i * (tokens - body) / max(1, count - 1)) for i in range(count)]
+
+
+def windows_beside(
+    tokens: Tensor, length: int, count: int, taken: Sequence[int], start: Sequence[int] = (), name: str = "text", least: int = 2
+) -> list[Tensor]:
+    """Up to ``count`` windows spread over what earlier windows leave of a text, each beginning with ``start``.
+
+    Fewer of them where no more fit, and shorter ones where not even one of ``length`` fits.
+
+    Args:
+        tokens: of the text.
+        length: tokens of a window, ``start`` included.
+        count: windows at most.
+        taken: where the earlier windows begin; they are as long as these.
+        start: tokens before each window.
+        name: of the text, for the message.
+        least: tokens of the text that a window must have.
+
+    Raises:
+        InputError: no room for a window of ``least`` tokens.
+    """
+    body = length - len(start)
+    bounds = zip([0, *(s + body for s in sorted(taken))], [*sorted(taken), len(tokens)], strict=True)
+    gaps = [(lo, hi) for lo, hi in bounds if hi > lo]
+    size = min(body, max((hi - lo for lo, hi in gaps), default=0))
+    if size < min(body, least):
+        raise InputError(
+            f"{name} has {len(tokens)} tokens, and {len(taken)} windows of {length} leave no room for another: use a shorter "
+            "--seq-len, or give more text"
+        )
+    cells = [lo + i * size for lo, hi in gaps for i in range((hi - lo) // size)]
+    count = min(count, len(cells))
+    return _cut(tokens, [cells[(2 * i + 1) * len(cells) // (2 * count)] for i in range(count)], size, start)
+
+
+def _cut(tokens: Tensor, starts: Sequence[int], body: int, start: Sequence[int]) -> list[Tensor]:
     head = torch.tensor(list(start), dtype=torch.int64)
     return [torch.cat([head, tokens[s : s + body]]) for s in starts]

@@ -10,42 +10,23 @@ import typer
 
 from ..config import DEFAULTS, EVAL_LENGTH, EVAL_START, EVAL_WINDOWS, OscarConfig
 from ..errors import InputError
-from .common import (
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    ModelArgument,
-    OutputOption,
-    RevisionOption,
-    TrustOption,
-    check_output,
-    check_positions,
-    command,
-    emit,
-    load,
-    note,
-    position_limit,
-    say,
-    short,
-    show_table,
-)
+from . import options
+from .common import check_output, command, emit, note, say, show_table
 from .progress import Progress
+from .source import ModelSource, check_positions, check_window, open_artifact
 
 if TYPE_CHECKING:
     from ..artifact import Artifact
 
 METHODS = ("dense", "naive", "hadamard", "oscar", "auto")
 
-CALIBRATION_KEYS = ("text", "text_sha256", "tokens", "seq_len", "held_out_text", "seed", "warnings")  # of the provenance
+CALIBRATION_KEYS = ("text", "text_sha256", "tokens", "seq_len", "selection_text", "seed", "warnings")  # of the provenance
 
 
 @command
 def evaluate(
-    model: ModelArgument,
-    artifact: Annotated[
-        Path | None,
-        typer.Option("--artifact", metavar="DIR", help="Without one, the model is calibrated on the built-in text."),
-    ] = None,
+    model: options.Model,
+    artifact: options.ArtifactOption = None,
     methods: Annotated[
         str | None,
         typer.Option("--methods", metavar="A,B,...", help=f"(default: {','.join(METHODS)}, as far as the artifact has them)"),
@@ -68,19 +49,20 @@ def evaluate(
         typer.Option("--group-size", help="Channels per scale; with --artifact, of the methods built from its moments."),
     ] = None,
     buckets: Annotated[bool, typer.Option("--buckets", help="Also show the results by position.")] = False,
-    tokens: Annotated[int, typer.Option("--tokens", help="Without --artifact: calibration tokens.")] = DEFAULTS.tokens,
-    seq_len: Annotated[
-        int, typer.Option("--seq-len", help="Without --artifact: tokens of one calibration sequence.")
-    ] = DEFAULTS.seq_len,
-    seed: Annotated[int, typer.Option("--seed", help="Without --artifact: of the calibration.")] = DEFAULTS.seed,
-    revision: RevisionOption = None,
-    trust_remote_code: TrustOption = False,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    as_json: JsonOption = False,
-    output: OutputOption = None,
+    tokens: options.Tokens = DEFAULTS.tokens,
+    seq_len: options.SeqLen = DEFAULTS.seq_len,
+    seed: options.Seed = DEFAULTS.seed,
+    revision: options.Revision = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    as_json: options.Json = False,
+    output: options.Output = None,
 ) -> None:
-    """Measure KL to the dense cache, top-1 agreement and perplexity of several methods."""
+    """Measure KL to the dense cache, top-1 agreement and perplexity of several methods.
+
+    Without --artifact the model is first calibrated on the built-in text with --tokens, --seq-len and --seed.
+    """
     check_output(output)
     names = list(dict.fromkeys(part.strip() for part in methods.split(",") if part.strip())) if methods is not None else []
     if methods is not None and not names:
@@ -90,50 +72,42 @@ def evaluate(
     own = OscarConfig(tokens=tokens, seq_len=seq_len, seed=seed).with_(**overrides)
     with Progress() as progress:
         from ..calibration.corpus import builtin_text, prefix, read_text, spread_windows, tokenize
-        from ..calibration.select import metric_start
+        from ..calibration.split import fit_lengths, position_limit
         from ..evaluate.fidelity import evaluate as run
         from ..evaluate.fidelity import resolve_methods
+        from ..geometry import model_geometry
 
-        source = read_text([text]) if text else builtin_text("evaluation")
-        loaded = load_artifact(artifact) if artifact else None
+        written = read_text([text]) if text else builtin_text("evaluation")
+        loaded = open_artifact(artifact, moments=True) if artifact else None
         names = names or default_methods(loaded)
         check_names(names, loaded)
-        how: dict[str, Any] = {
-            "device": device,
-            "dtype": dtype,
-            "revision": revision,
-            "trust_remote_code": trust_remote_code,
-        }
-        lm, tokenizer = load(model, progress, artifact=loaded, **how)
-        size = length if length is not None else min(EVAL_LENGTH, position_limit(lm) or EVAL_LENGTH)
-        check_positions(lm, size, f"windows of --length {size}")
-        progress.step("preparing the text")
-        cut = spread_windows(tokenize(tokenizer, source), size, windows, prefix(tokenizer), source.name)
-        first = start if start is not None else metric_start(size)
-        if not 0 <= first < size - 1:
-            raise InputError(f"--start {first} leaves nothing of windows of {size} tokens: at most {size - 2}")
+        source = ModelSource(model, progress, revision, trust_remote_code, device, dtype)
+        model_config = source.config(loaded)
+        size = length if length is not None else min(EVAL_LENGTH, position_limit(model_config) or EVAL_LENGTH)
+        check_positions(model_config, size, f"windows of --length {size}")
+        first = check_window(size, start)
+        if loaded is None:
+            fit_lengths(own, model_geometry(model_config), model_config)
+        tokenizer = source.tokenizer()
+        cut = spread_windows(tokenize(tokenizer, written), size, windows, prefix(tokenizer), written.name)
+        lm = source.weights()
         if loaded is None:
             from ..calibration.run import calibrate
 
             note(f"no --artifact: calibrating on {own.tokens} tokens of the built-in text (nothing is saved)")
             loaded = calibrate(lm, tokenizer, method="auto" if "auto" in names else "none", config=own, progress=progress)
+            for warning in loaded.provenance["warnings"]:
+                note(f"warning: {warning}")
         config = loaded.config.with_(slack=0, **overrides)
         chosen = resolve_methods(names, loaded, loaded.moments, config, loaded.for_model(lm))
         geometry = loaded.check_model(lm)
-        result = run(lm, geometry, cut, chosen, config, source, name=short(model), start=first, progress=progress)
+        result = run(lm, geometry, cut, chosen, config, written, name=source.short, start=first, progress=progress)
         by = loaded.provenance
         result["settings"]["calibration"] = {key: by[key] for key in CALIBRATION_KEYS if key in by}
-        if by.get("text_sha256") == source.sha256:
-            note(f"warning: {source.name} is the text of the calibration itself; use another for a fair figure")
+        if by.get("text_sha256") == written.sha256:
+            note(f"warning: {written.name} is the text of the calibration itself; use another for a fair figure")
     check_finite(result)
     emit(result, as_json, output, lambda: show_results(result, buckets, loaded, artifact is None))
-
-
-def load_artifact(folder: Path) -> Artifact:
-    """With its moments if it has them."""
-    from ..artifact import MOMENTS, Artifact
-
-    return Artifact.load(folder, moments=(folder / MOMENTS).exists())
 
 
 def default_methods(artifact: Artifact | None) -> list[str]:

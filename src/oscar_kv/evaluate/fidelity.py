@@ -15,6 +15,7 @@ from ..calibration.methods import build_method
 from ..config import OscarConfig
 from ..errors import InputError
 from ..geometry import ModelGeometry
+from ..measures import figures, stacked
 from ..method.statistics import LayerMoments
 from ..method.transform import LayerTransform
 from ..simulate import TokenMetrics, compare
@@ -147,39 +148,20 @@ def settings(model: Any, config: OscarConfig, windows: list[Tensor], start: int)
 
 def summarise(metrics: list[TokenMetrics], start: int) -> dict[str, Any]:
     """Means over all measured positions of all windows, per window, and by position bucket."""
-    kl = torch.stack([m.kl for m in metrics])  # [windows, T - 1]
-    agree = torch.stack([m.agree for m in metrics]).float()
-    nll = torch.stack([m.nll for m in metrics])
-    last = kl.shape[1]
+    kl, agree, nll = stacked(metrics, start)  # [windows, T - 1 - start]
+    last = start + kl.shape[1]
     edges = [start, *[edge for edge in BUCKETS if start < edge < last], last]
+
+    def bucket(lo: int, hi: int) -> dict[str, Any]:
+        part = slice(lo - start, hi - start)
+        tokens = kl[:, part].numel()
+        return {"start": lo, "end": hi, "tokens": tokens, **figures(kl[:, part], agree[:, part], nll[:, part])}
+
     return {
-        **_row(kl[:, start:], agree[:, start:], nll[:, start:]),
-        "kl_per_window": [float(w) for w in kl[:, start:].mean(1)],
-        "buckets": [
-            {
-                "start": lo,
-                "end": hi,
-                "tokens": kl.shape[0] * (hi - lo),
-                **_row(kl[:, lo:hi], agree[:, lo:hi], nll[:, lo:hi]),
-            }
-            for lo, hi in itertools.pairwise(edges)
-        ],
+        **figures(kl, agree, nll),
+        "kl_per_window": [float(w) for w in kl.mean(1)],
+        "buckets": [bucket(lo, hi) for lo, hi in itertools.pairwise(edges)],
     }
-
-
-def _row(kl: Tensor, agree: Tensor, nll: Tensor) -> dict[str, float]:
-    return {
-        "kl_mean": float(kl.double().mean()),
-        "kl_p99": percentile(kl.flatten(), 0.99),
-        "top1_agreement": float(agree.double().mean()),
-        "perplexity": float(nll.double().mean().exp()),
-    }
-
-
-def percentile(values: Tensor, share: float) -> float:
-    """By nearest rank; works for any number of values."""
-    ordered = values.sort().values
-    return float(ordered[min(len(ordered) - 1, int(share * len(ordered)))])
 
 
 def bits(
