@@ -40,12 +40,14 @@ def test_right_program_passes_and_its_output_is_kept():
 
 
 def test_printing_success_is_not_success():
-    outcome = run_program('print(\'{"passed": true}\')\nimport os\nos._exit(0)\n')
+    outcome = run_program("print('{\"passed\": true}')\nimport os\nos._exit(0)\n")
     assert not outcome.passed
 
 
 def test_writing_a_verdict_is_not_success():
-    forged = 'import os, json\nfor n in range(3, 64):\n    try:\n        os.write(n, b\'{"passed": "1"}\')\n    except OSError:\n'
+    forged = (
+        'import os, json\nfor n in range(3, 64):\n    try:\n        os.write(n, b\'{"passed": "1"}\')\n    except OSError:\n'
+    )
     assert not run_program(forged + "        pass\nos._exit(0)\n").passed
 
 

@@ -112,37 +112,26 @@ def _installed() -> Path:
 # -- prompts -----------------------------------------------------------------------------------------------------
 
 
-def python_context(tokenizer: Any, count: int, index: int) -> list[int]:
-    """``count`` tokens of standard-library code of the evaluation split, another stretch of it for each index."""
-    if not count:
-        return []
-    names = corpus.SPLITS["evaluation"]
-    code = "\n\n".join(text for name, text in corpus._sources() if corpus._bucket(name) in names)
-    return _stretch(_code_tokens(tokenizer, code), count, index)
+def python_code(tokenizer: Any) -> list[int]:
+    """All tokens of the standard-library files that belong to the evaluation split."""
+    buckets = corpus.SPLITS["evaluation"]
+    code = "\n\n".join(text for name, text in corpus._sources() if corpus._bucket(name) in buckets)
+    ids: list[int] = corpus.tokenize(tokenizer, corpus.Text("builtin:code", code)).tolist()
+    return ids
 
 
-_tokens_of: dict[tuple[int, str], list[int]] = {}
+def stretch(code: Sequence[int], count: int, index: int) -> list[int]:
+    """``count`` tokens of code, beginning far apart for neighbouring indices."""
+    start = index * 7_919 % len(code)
+    return [code[(start + i) % len(code)] for i in range(count)]
 
 
-def _code_tokens(tokenizer: Any, code: str) -> list[int]:
-    key = (id(tokenizer), hashlib.sha256(code.encode()).hexdigest())
-    if key not in _tokens_of:
-        _tokens_of.clear()
-        _tokens_of[key] = corpus.tokenize(tokenizer, corpus.Text("builtin:code", code)).tolist()
-    return _tokens_of[key]
-
-
-def _stretch(tokens: Sequence[int], count: int, index: int) -> list[int]:
-    start = index * 7_919 % len(tokens)  # a prime: stretches of neighbouring problems begin far apart
-    return [tokens[(start + i) % len(tokens)] for i in range(count)]
-
-
-def prompt_tokens(tokenizer: Any, problem: Problem, index: int, context_tokens: int) -> list[int]:
-    """Token ids of a prompt, as the tokenizer itself begins a text, with other code before it if asked for."""
-    if not context_tokens:
+def prompt_tokens(tokenizer: Any, problem: Problem, context: Sequence[int] = ()) -> list[int]:
+    """Token ids of a prompt, as the tokenizer itself begins a text, after a context if there is one."""
+    if not context:
         return list(tokenizer(problem.prompt)["input_ids"])
     own = tokenizer("\n\n\n" + problem.prompt, add_special_tokens=False)["input_ids"]
-    return [*corpus.prefix(tokenizer), *python_context(tokenizer, context_tokens, index), *own]
+    return [*corpus.prefix(tokenizer), *context, *own]
 
 
 # -- completions -------------------------------------------------------------------------------------------------
@@ -172,9 +161,7 @@ class _Stop:
 
 
 @torch.inference_mode()
-def complete(
-    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], cache: Any, max_new_tokens: int
-) -> list[Completion]:
+def complete(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], cache: Any, max_new_tokens: int) -> list[Completion]:
     """Greedy completions of one batch, left-padded.
 
     Args:
@@ -194,16 +181,19 @@ def complete(
     for i, prompt in enumerate(prompts):
         ids[i, longest - len(prompt) :] = torch.tensor(prompt)
         mask[i, longest - len(prompt) :] = 1
-    plain = GenerationConfig(
-        do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=pad, eos_token_id=ends or None, use_cache=True
-    )
-    output = model.generate(
-        ids.to(model.device),
-        attention_mask=mask.to(model.device),
-        generation_config=plain,
-        stopping_criteria=StoppingCriteriaList([_Stop(tokenizer, longest)]),
-        **{cache_argument(model.forward): cache},
-    )[:, longest:]
+    plain = GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=pad, eos_token_id=ends or None)
+    own = model.generation_config
+    model.generation_config = GenerationConfig()  # a checkpoint's repetition penalty and the like would be taken from it
+    try:
+        output = model.generate(
+            ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            generation_config=plain,
+            stopping_criteria=StoppingCriteriaList([_Stop(tokenizer, longest)]),
+            **{cache_argument(model.forward): cache},
+        )[:, longest:]
+    finally:
+        model.generation_config = own
     return [read_completion(tokenizer, row, ends) for row in output.tolist()]
 
 
@@ -281,7 +271,9 @@ def evaluate_humaneval(
         from ..integrations.transformers import OscarCache
 
         caches = {DENSE: lambda: OscarCache.dense(model), **caches}
-    prompts = [prompt_tokens(tokenizer, p, i, context_tokens) for i, p in enumerate(problems)]
+    code = python_code(tokenizer) if context_tokens else []
+    contexts = [stretch(code, context_tokens, i) if code else [] for i in range(len(problems))]
+    prompts = [prompt_tokens(tokenizer, p, c) for p, c in zip(problems, contexts, strict=True)]
     _check_positions(model, max(map(len, prompts)) + max_new_tokens)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
@@ -324,9 +316,7 @@ def _run_all(
     return {name: [results[text] for text in own] for name, own in programs.items()}
 
 
-def _results(
-    written: Mapping[str, list[Completion]], outcomes: Mapping[str, list[Outcome]], seed: int
-) -> list[dict[str, Any]]:
+def _results(written: Mapping[str, list[Completion]], outcomes: Mapping[str, list[Outcome]], seed: int) -> list[dict[str, Any]]:
     base = [float(o.passed) for o in outcomes[DENSE]]
     rows = []
     for name, own in written.items():
