@@ -173,10 +173,11 @@ def score(
     prompts = torch.stack([s.prompt for s in samples])
     found = score_continuations(model, prompts, [[s.expected, *s.distractors] for s in samples], transforms, sink, recent)
     result = []
-    for right, *wrong in found:
-        logprob = float(right.logprob.double().sum())
-        margin = logprob - max(float(w.logprob.double().sum()) for w in wrong) if wrong else None
-        result.append(Score(float(right.greedy.all()), float(right.greedy.double().mean()), logprob, margin))
+    for group in found:
+        right, *wrong = (s.logprob.double().sum() for s in group)
+        margin = float(right - torch.stack(wrong).max()) if wrong else None
+        greedy = group[0].greedy
+        result.append(Score(float(greedy.all()), float(greedy.double().mean()), float(right), margin))
     return result
 
 
