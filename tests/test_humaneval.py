@@ -182,8 +182,8 @@ class Scripted(torch.nn.Module):
 
 def test_scores_of_known_completions():
     tokenizer = tiny_tokenizer()
-    right = {"square": "    return x * x\n\ndef more():", "half": "    return x // 2\n# done"}
-    wrong = {"square": "    import sys\n    sys.exit(0)\n\nif x:", "half": "    return x // 2" + "  # and on" * 9}
+    right = {"square": "\n    return x * x\n\ndef more():", "half": "\n    return x // 2\n# done"}
+    wrong = {"square": "\n    import sys\n    sys.exit(0)\n\nif x:", "half": "\n    return x // 2" + "  # and on" * 9}
     model = Scripted(tiny_model(), tokenizer, {"a": right, "b": wrong})
     seen = []
     result = evaluate_humaneval(
@@ -200,7 +200,7 @@ def test_scores_of_known_completions():
         1.0,
     )
     assert dense["difference"] is None
-    assert dense["answer_tokens"] == (len("    return x * x\n\ndef") + len("    return x // 2\n#")) / 2
+    assert dense["answer_tokens"] == (len("\n    return x * x\n\ndef") + len("\n    return x // 2\n#")) / 2
     assert (other["pass_at_1"], other["truncated"], other["same_text"]) == (0.5, 0.5, 0.0)
     assert other["difference"]["mean"] == -0.5
     reasons = {s["task_id"]: s["reason"] for s in result["samples"] if s["cache"] == "b"}
@@ -210,7 +210,7 @@ def test_scores_of_known_completions():
     ids, mask, _ = evaluate_and_get_batch(model, tokenizer)
     assert mask.tolist()[0][:2] == [0, 0]  # the shorter prompt, padded on the left
     assert mask[1].all()
-    assert ids[0][mask[0].bool()].tolist() == tokenizer(SQUARE.prompt)["input_ids"]
+    assert ids[0][mask[0].bool()].tolist() == tokenizer(SQUARE.prompt.rstrip())["input_ids"]
 
 
 def evaluate_and_get_batch(model, tokenizer):
@@ -232,9 +232,9 @@ def test_context_is_other_code_of_the_evaluation_split():
     assert len(first) == len(second) == 500
     assert first != second
     whole = prompt_tokens(tokenizer, SQUARE, second)
-    own = tokenizer("\n\n\n" + SQUARE.prompt, add_special_tokens=False)["input_ids"]
+    own = tokenizer("\n\n\n" + SQUARE.prompt.rstrip(), add_special_tokens=False)["input_ids"]
     assert whole == [1, *second, *own]
-    assert prompt_tokens(tokenizer, SQUARE) == tokenizer(SQUARE.prompt)["input_ids"]
+    assert prompt_tokens(tokenizer, SQUARE) == tokenizer(SQUARE.prompt.rstrip())["input_ids"]
 
 
 corpus_sources = corpus._sources

@@ -49,9 +49,15 @@ class Problem:
     test: str
     canonical_solution: str
 
+    @property
+    def given(self) -> str:
+        """What the model is given: the prompt without the line break at its end. Tokenizers join a line break with the
+        indentation after it, so that a prompt that ends with one is continued by an empty line or by nothing."""
+        return self.prompt.rstrip()
+
     def program(self, completion: str) -> str:
         """What decides: the whole function, its checks, and their call."""
-        return f"{self.prompt}{completion}\n{self.test}\ncheck({self.entry_point})\n"
+        return f"{self.given}{completion}\n{self.test}\ncheck({self.entry_point})\n"
 
 
 @dataclass(frozen=True)
@@ -129,8 +135,8 @@ def stretch(code: Sequence[int], count: int, index: int) -> list[int]:
 def prompt_tokens(tokenizer: Any, problem: Problem, context: Sequence[int] = ()) -> list[int]:
     """Token ids of a prompt, as the tokenizer itself begins a text, after a context if there is one."""
     if not context:
-        return list(tokenizer(problem.prompt)["input_ids"])
-    own = tokenizer("\n\n\n" + problem.prompt, add_special_tokens=False)["input_ids"]
+        return list(tokenizer(problem.given)["input_ids"])
+    own = tokenizer("\n\n\n" + problem.given, add_special_tokens=False)["input_ids"]
     return [*corpus.prefix(tokenizer), *context, *own]
 
 
