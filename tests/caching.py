@@ -20,7 +20,9 @@ WINDOW = SINK + RECENT
 def artifact_for(model: Any, config: OscarConfig = SMALL) -> Artifact:
     geometry = model_geometry(model.config)
     layers = {
-        layer.index: random_transform(layer.num_kv_heads, layer.key_dim, layer.value_dim, seed=layer.index)
+        layer.index: random_transform(
+            layer.num_kv_heads, layer.key_dim, layer.value_dim, seed=layer.index, digits=layer.index % 2 == 1
+        )
         for layer in geometry.packed
     }
     return Artifact(layers, config, "random", fingerprint=geometry.fingerprint())

@@ -54,7 +54,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         provenance={"text": "t", "tokens": 40, "warnings": ["thin"], "selection": [{"kl": 0.1}], "versions": {"torch": "2"}},
         fidelity={"text": "h", "windows": 1, "length": 9, "kl_mean": 0.1, "top1_agreement": 0.9, "perplexity": 9.0},
         summary={"0": {"key_choice": ["none"], "value_choice": ["none"], "key_eigenvalues": [1.0] * 16}, "1": {}},
-        moments=capture_moments(model, [torch.randint(1, 256, (40,))], geometry, sink=4),
+        moments=capture_moments(model, [torch.randint(1, 256, (40,))], geometry, OscarConfig(sink=4, recent=8)),
     ).save(tmp_path_factory.mktemp("saved") / "a")
 
 
@@ -152,7 +152,11 @@ NAMED: dict[str, tuple[Field, Any, str]] = {
     "heads wrong": (("layers", "0", "num_kv_heads"), 3, r"'layers\.0\.key_in' is float32 \(2, 16, 16\), expected float32 \(3,"),
     "dim huge": (("layers", "0", "key_dim"), 2**62, r"'layers\.0\.key_in' is float32"),
     "dim a float": (("layers", "0", "key_dim"), 16.0, r"layers\.0\.key_dim is 16\.0"),
-    "codec unknown": (("layers", "1", "key_codec", "name"), "fp4", r"layers\.1\.key_codec: unknown codec 'fp4'; known: int2"),
+    "codec unknown": (
+        ("layers", "1", "key_codec", "name"),
+        "fp4",
+        r"layers\.1\.key_codec: unknown codec 'fp4'; known: digits, digits1, int2",
+    ),
     "group 0": (("layers", "1", "value_codec", "group_size"), 0, r"layers\.1\.value_codec: group_size must be -1"),
     "group text": (
         ("layers", "1", "value_codec", "group_size"),
@@ -171,7 +175,7 @@ NAMED: dict[str, tuple[Field, Any, str]] = {
     "kl": (("fidelity", "kl_mean"), "low", r"fidelity\.kl_mean is 'low', expected a number or null"),
     "choice": (("summary", "0", "key_choice"), 1, r"summary\.0\.key_choice is 1"),
     "version text": (("format_version",), "1", "format_version is '1', expected a whole number"),
-    "version old": (("format_version",), 0, "format version 0, this release reads 1; calibrate again"),
+    "version old": (("format_version",), 0, "format version 0, this release reads 2; calibrate again"),
 }
 
 

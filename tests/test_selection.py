@@ -69,7 +69,7 @@ def small_case() -> tuple[Any, list[torch.Tensor], Any, OscarConfig]:
     model = tiny_model("llama")
     config = OscarConfig(sink=4, recent=8, slack=0, seq_len=48)
     windows = [torch.randint(1, 256, (48,), generator=torch.Generator().manual_seed(i)) for i in range(6)]
-    return model, windows[4:], capture_moments(model, windows[:4], model_geometry(model.config), 4), config
+    return model, windows[4:], capture_moments(model, windows[:4], model_geometry(model.config), config), config
 
 
 def test_a_setting_whose_kl_is_no_number_is_never_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,9 @@ from .config import OscarConfig
 from .description import FORMAT_VERSION, LayerEntry, parse_description, read_description
 from .files import DESCRIPTION, MOMENTS, TRANSFORMS, ArtifactError, finite, holds_artifact, replacing_folder, write_text
 from .geometry import PACKED, ModelGeometry, first_difference, model_geometry
-from .method.codecs import make_codec
+from .method.codecs import has_layout, make_codec
 from .method.statistics import LayerMoments
-from .method.transform import TENSORS, LayerTransform
+from .method.transform import MATRICES, TENSORS, LayerTransform
 
 __all__ = ["DESCRIPTION", "FORMAT_VERSION", "INVERSE_TOLERANCE", "MOMENTS", "TRANSFORMS", "Artifact", "ArtifactError"]
 __all__ += ["load_moments", "replacing_folder", "write_text"]
@@ -135,7 +135,7 @@ class Artifact:
         path = root / TRANSFORMS
         tensors = _read_tensors(path)
         layers = {i: _layer(tensors, i, entry, root, check) for i, entry in description.layers.items()}
-        expected = {f"layers.{i}.{name}" for i in layers for name in TENSORS}
+        expected = {f"layers.{i}.{name}" for i, t in layers.items() for name in t.tensors()}
         if extra := sorted(set(tensors) - expected):
             raise ArtifactError(f"{path}: tensor {extra[0]!r:.60} belongs to no layer of {DESCRIPTION}")
         packed = [e["index"] for e in description.fingerprint.get("layers", []) if e["decision"] == PACKED]
@@ -248,7 +248,7 @@ def load_moments(folder: str | os.PathLike[str], *, check: bool = True) -> dict[
         moments[i] = LayerMoments(**tensors)
         heads, key_dim, value_dim = _sizes(moments[i])
         for name, tensor in tensors.items():
-            dim = key_dim if name == "query" or name.startswith("key") else value_dim
+            dim = key_dim if name.startswith(("query", "key")) else value_dim
             shape = (heads, dim) if name.endswith("_mean") else (heads, dim, dim)
             _check_tensor(tensor, shape, torch.float64, f"layers.{i}.{name}", path, check)
     return moments
@@ -276,19 +276,26 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 def _layer(tensors: dict[str, Tensor], index: int, entry: LayerEntry, root: Path, check: bool) -> LayerTransform:
     """One layer's transform, with the sizes its description says and codecs that exist for them."""
     parts = {}
-    for kind in TENSORS:
+    codecs = {"key": (entry.key_codec, entry.key_dim), "value": (entry.value_codec, entry.value_dim)}
+    layouts = [f"{side}_{kind}" for side, (spec, _) in codecs.items() if has_layout(spec) for kind in ("digits", "step")]
+    for kind in (*TENSORS, *layouts):
         name = f"layers.{index}.{kind}"
         if name not in tensors:
             raise ArtifactError(f"{root / TRANSFORMS}: tensor {name!r} is missing")
-        dim = entry.key_dim if kind in ("key_in", "query_in", "key_mean") else entry.value_dim
-        shape = (entry.num_kv_heads, dim) + (() if kind.endswith("_mean") else (dim,))
+        dim = entry.value_dim if kind.startswith(("value", "output")) else entry.key_dim
+        shape = (entry.num_kv_heads, dim) + ((dim,) if kind in MATRICES else ())
         parts[kind] = _check_tensor(tensors[name], shape, torch.float32, name, root / TRANSFORMS, check)
-    for side, spec, dim in (("key", entry.key_codec, entry.key_dim), ("value", entry.value_codec, entry.value_dim)):
+    for side, (spec, dim) in codecs.items():
         try:
             make_codec(spec, dim)
         except ValueError as error:
             raise ArtifactError(f"{root / DESCRIPTION}: layers.{index}.{side}_codec: {error}") from error
-    return LayerTransform(**parts, key_codec=entry.key_codec, value_codec=entry.value_codec)
+    transform = LayerTransform(**parts, key_codec=entry.key_codec, value_codec=entry.value_codec)
+    try:
+        transform.codecs()
+    except ValueError as error:
+        raise ArtifactError(f"{root / TRANSFORMS}: layers.{index}: {error}") from error
+    return transform
 
 
 def _check_tensor(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str, path: Path, check: bool) -> Tensor:

@@ -14,7 +14,7 @@ from .config import OscarConfig
 from .files import DESCRIPTION, ArtifactError, finite
 from .method.codecs import CodecSpec
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def calibrate(
         if progress:
             progress("calibration", done, config.tokens)
 
-    moments = capture_moments(model, parts.train, geometry, config.sink, counted)
+    moments = capture_moments(model, parts.train, geometry, config, counted)
     selection: Selection | None = None
     if method == "auto":
         selection = select(model, parts.selection, moments, config, progress)
@@ -150,9 +150,9 @@ def key_bias(moments: LayerMoments) -> list[float]:
 
 
 def bias_warnings(moments: Moments, layers: dict[int, LayerTransform]) -> list[str]:
-    """Heads whose keys are mostly a constant, and whether the method removes it."""
+    """Heads whose keys are mostly a constant, and whether the method removes it or has a channel of many bits for it."""
     flagged = [
-        (i, h, share, bool(layers[i].key_mean[h].any()))
+        (i, h, share, bool(layers[i].key_mean[h].any()) or layers[i].key_digits is not None)
         for i, m in moments.items()
         for h, share in enumerate(key_bias(m))
         if share > BIAS_FLAG
@@ -167,7 +167,7 @@ def bias_warnings(moments: Moments, layers: dict[int, LayerTransform]) -> list[s
     )
     if kept:
         return [message + f"{len(kept)} of them are not centred by this method"]
-    return [message + "all are centred"]
+    return [message + "all are centred, or hold it in a channel of many bits"]
 
 
 def measure_fidelity(

@@ -88,19 +88,19 @@ def inspect(
 
 def report(name: str, geometry: ModelGeometry, wanted: list[int], artifact: Artifact | None) -> dict[str, Any]:
     """Everything that can be said without weights. Bytes are of a 16-bit cache."""
+    from ..calibration.methods import auto_codecs
     from ..evaluate.memory import HALF, footprint, row_bytes
-    from ..method.codecs import CodecSpec
 
     config: OscarConfig = artifact.config if artifact else DEFAULTS
     transforms = artifact.layers if artifact else None
-    default = CodecSpec("int2", config.group_size)
+    default = auto_codecs(config)
 
     def per_token(layer: LayerGeometry) -> tuple[int, int]:
         dense = layer.num_kv_heads * (layer.key_dim + layer.value_dim) * HALF
         if not layer.packed:
             return dense, dense
         t = transforms[layer.index] if transforms else None
-        codecs = (t.key_codec, t.value_codec) if t else (default, default)
+        codecs = (t.key_codec, t.value_codec) if t else default
         return dense, layer.num_kv_heads * row_bytes(layer, *codecs)
 
     layers = []
@@ -243,7 +243,8 @@ def show_layers(described: dict[str, Any]) -> None:
 
     def codec(c: dict[str, Any], dim: int) -> str:
         scale = "searched scale" if c["search"] else f"clip {c['clip']:g}" if c["clip"] else "min/max"
-        return f"{c['name']}, {scale} per {group_length(dim, c['group_size'])} channels"
+        group = dim if c["name"].startswith("digits") else group_length(dim, c["group_size"])
+        return f"{c['name']}, {scale} per {group} channels"
 
     rows = []
     for _, group in groupby(described["layers"].items(), key=lambda item: item[1]):
