@@ -13,6 +13,7 @@ from models import tiny_model
 from oscar_kv.attention import intercepted
 from oscar_kv.calibration import select as selecting
 from oscar_kv.calibration.capture import capture_moments
+from oscar_kv.calibration.methods import EVEN
 from oscar_kv.config import OscarConfig
 from oscar_kv.errors import InputError
 from oscar_kv.geometry import model_geometry
@@ -119,3 +120,11 @@ def test_observers_see_their_own_model_only() -> None:
         models[0](input_ids=ids)
     models[0](input_ids=ids)
     assert seen == [[0, 1] * 3, [0, 1]]
+
+
+def test_finalists_are_the_best_of_each_kind_and_then_the_next_best() -> None:
+    choices = EVEN
+    error = torch.arange(9.0)  # plain 0..2, centred 3..5, centred and read 6..8
+    assert selecting.finalists(error, choices) == [0, 3, 6]
+    two_kinds = tuple(c for c in choices if not c.read)
+    assert selecting.finalists(torch.tensor([5.0, 1, 2, 4, 3, 6]), two_kinds) == [1, 2, 4]

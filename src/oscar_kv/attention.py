@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 NAME = "oscar"
+LARGEST_LOGITS = 1 << 33  # bytes that the stock attention may hold for its logits on a GPU
 HANDLE = "_oscar_handle"  # attribute of the key tensor that an OscarCache returns
 
 
@@ -61,6 +62,11 @@ class AttentionCall:
         value = self.value if value is None else value
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+        if self._beyond_stock(key):
+            groups = self.query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+            out = nn.functional.scaled_dot_product_attention(self.query, key, value, is_causal=True, scale=self.scaling)
+            return out.transpose(1, 2).contiguous(), None
         if self.softcap is None and self.sinks is None:
             kwargs = {name: v for name, v in self.kwargs.items() if name not in ("softcap", "s_aux")}
             result = sdpa_attention_forward(self.module, self.query, key, value, self.mask, scaling=self.scaling, **kwargs)
@@ -75,6 +81,13 @@ class AttentionCall:
             result = eager(self.module, self.query, key, value, mask, scaling=self.scaling, **self.kwargs)
         output, weights = result
         return output, weights
+
+    def _beyond_stock(self, key: Tensor) -> bool:
+        """Long float32 sequences with grouped heads on a GPU: the stock function would hold all logits at once there."""
+        tokens, heads = self.query.shape[2], self.query.shape[:2].numel()
+        plain = self.mask is None and self.softcap is None and self.sinks is None and key.shape[2] == tokens
+        grouped = key.shape[1] != self.query.shape[1] and self.query.dtype == torch.float32
+        return plain and grouped and key.is_cuda and heads * tokens * tokens * 4 > LARGEST_LOGITS
 
 
 Observer = Callable[[AttentionCall], tuple[Tensor, "Tensor | None"]]

@@ -159,6 +159,7 @@ class PackedStore:
     def _allocate(self, key: Tensor, value: Tensor) -> None:
         """Ordinary tensors even within inference mode, so that the cache can be continued outside it."""
         self.transform = self.transform.to(key.device)
+        self.key_codec, self.value_codec = self.transform.codecs()  # with their layouts on that device
         batch, heads = key.shape[:2]
         for name, size in (("sink", self.config.sink), ("ring", self.ring)):
             for side, like in (("k", key), ("v", value)):

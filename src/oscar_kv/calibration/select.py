@@ -84,7 +84,7 @@ def select(
         {i: e[: len(options[0])] for i, e in key_error.items()},
         {i: e[: len(options[1])] for i, e in value_error.items()},
     )
-    ranked = [torch.cat(list(e.values()), 1).mean(1).argsort()[:KEEP].tolist() for e in errors]
+    ranked = [finalists(torch.cat(list(e.values()), 1).mean(1), choices) for e, choices in zip(errors, options, strict=True)]
 
     def pick(side: int, base: int, share: float) -> Choose:
         def choose(layer: int) -> list[SideChoice]:
@@ -146,6 +146,22 @@ def select(
         tried=[{"setting": n, "kl_mean": kl[n]} for n in sorted(kl, key=lambda n: kl[n])],
         metrics=measured[chosen],
     )
+
+
+def finalists(error: Tensor, choices: tuple[SideChoice, ...]) -> list[int]:
+    """The ``KEEP`` choices to measure end to end, best first: the best of each kind (centred or not, read or plain moments),
+    since local errors compare choices of one kind well and kinds badly, and then the next best of all.
+
+    Args:
+        error: mean local error of each choice, ``[choices]``.
+    """
+    order = error.argsort().tolist()
+    kinds: dict[tuple[bool, bool], int] = {}
+    for i in order:
+        kinds.setdefault((choices[i].centred, choices[i].read), i)
+    kept = [*kinds.values()][:KEEP]
+    kept += [i for i in order if i not in kept][: KEEP - len(kept)]
+    return sorted(kept, key=order.index)
 
 
 @torch.inference_mode()
