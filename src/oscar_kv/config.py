@@ -69,8 +69,25 @@ class OscarConfig:
         """Copy with some fields changed."""
         return replace(self, **changes)
 
+    def preset(self, name: str) -> OscarConfig:
+        """Copy with the codecs of a preset.
+
+        Raises:
+            ValueError: unknown name.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
+        return replace(self, **PRESETS[name])
+
 
 DEFAULTS = OscarConfig()
+
+# What `auto` stores keys and values with, by preset: cheapest to decode, default, fewest errors. docs/evaluation.md has their figures.
+PRESETS = {
+    "fast": {"key_codec": "digits1", "value_codec": "int2"},
+    "balanced": {"key_codec": "digits", "value_codec": "int2"},
+    "quality": {"key_codec": "digits", "value_codec": "trellis"},
+}
 
 # Fewer calibration tokens than this many times head_dim are refused; below WARN_TOKENS they are warned about.
 MIN_TOKENS_PER_DIM = 4

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config import DEFAULTS, OscarConfig
+from ..config import DEFAULTS, PRESETS, OscarConfig
 from ..errors import InputError
 from ..files import holds_artifact
 from . import options
@@ -32,6 +32,7 @@ def calibrate(
             "--text", metavar="FILE_OR_DIR ...", help="Calibration text; the text that ships with Python if left out."
         ),
     ] = None,
+    preset: options.Preset = "balanced",
     tokens: options.Tokens = DEFAULTS.tokens,
     seq_len: options.SeqLen = DEFAULTS.seq_len,
     group_size: options.GroupSize = DEFAULTS.group_size,
@@ -53,8 +54,9 @@ def calibrate(
     output: options.Output = None,
 ) -> None:
     """Run a model over a little text and save the transforms of every layer as an artifact."""
-    check_settings(method, per_head, value_objective)
+    check_settings(method, per_head, value_objective, preset)
     config = OscarConfig(group_size=group_size, sink=sink, recent=recent, tokens=tokens, seq_len=seq_len, seed=seed)
+    config = config.preset(preset)
     paths = more_values(text or [], extra or [], "--text")
     check_output(output)
     with Progress() as progress:
@@ -118,7 +120,7 @@ def calibrate(
             note(f"warning: {warning}")
 
 
-def check_settings(method: str, per_head: bool | None, value_objective: str) -> None:
+def check_settings(method: str, per_head: bool | None, value_objective: str, preset: str) -> None:
     """Refuse what the calibration would refuse, before anything is loaded."""
     if method not in METHODS:
         raise InputError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
@@ -126,3 +128,7 @@ def check_settings(method: str, per_head: bool | None, value_objective: str) -> 
         raise InputError("auto chooses per head; --per-layer goes with --method oscar")
     if value_objective not in OBJECTIVES:
         raise InputError(f"unknown value objective {value_objective!r}; known: {', '.join(OBJECTIVES)}")
+    if preset not in PRESETS:
+        raise InputError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
+    if preset != "balanced" and method != "auto":
+        raise InputError(f"--preset {preset} chooses the codecs of auto; --method {method} has its own")

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ..config import PRESETS
+
 # -- what a command works on -------------------------------------------------------------------------------------
 
 Model = Annotated[
@@ -31,6 +33,7 @@ Tokens = Annotated[int, typer.Option("--tokens", help="Calibration tokens; whole
 SeqLen = Annotated[int, typer.Option("--seq-len", help="Tokens of one calibration sequence.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of every random choice of a calibration.")]
 GroupSize = Annotated[int, typer.Option("--group-size", help="Channels per scale; -1: one per head.")]
+Preset = Annotated[str, typer.Option("--preset", help=f"Codecs of auto: one of {', '.join(PRESETS)}.")]
 Sink = Annotated[int, typer.Option("--sink", help="First tokens, kept in model dtype.")]
 Recent = Annotated[int, typer.Option("--recent", help="Newest tokens, kept in model dtype.")]
 WindowLength = Annotated[int, typer.Option("--length", help="Tokens of the measured window.")]

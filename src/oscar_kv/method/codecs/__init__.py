@@ -7,11 +7,13 @@ from functools import lru_cache
 from .base import Codec, CodecSpec, group_length
 from .digits import DigitsCodec, Layout
 from .scalar import Int2Codec
+from .trellis import TrellisCodec
 
-_CODECS: dict[str, type[Int2Codec] | type[DigitsCodec]] = {
+_CODECS: dict[str, type[Int2Codec] | type[DigitsCodec] | type[TrellisCodec]] = {
     "int2": Int2Codec,
     "digits": DigitsCodec,
     "digits1": DigitsCodec,
+    "trellis": TrellisCodec,
 }
 
 
@@ -45,4 +47,14 @@ def has_layout(spec: CodecSpec) -> bool:
     return _CODECS.get(spec.name) is DigitsCodec
 
 
-__all__ = ["Codec", "CodecSpec", "DigitsCodec", "Int2Codec", "Layout", "group_length", "has_layout", "make_codec"]
+__all__ = [
+    "Codec",
+    "CodecSpec",
+    "DigitsCodec",
+    "Int2Codec",
+    "Layout",
+    "TrellisCodec",
+    "group_length",
+    "has_layout",
+    "make_codec",
+]
