@@ -35,7 +35,7 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(PIP) --editable '.[gguf,test]'
+	$(PIP) --editable '.[gguf,report,test]'
 	@touch $@
 
 clean:

@@ -46,7 +46,7 @@ def builtin_text(split: str) -> Text:
 @cache
 def _builtin() -> dict[str, str]:
     topics, sources = _topics(), _sources()
-    taken: set[str] = set()  # long lines of earlier splits
+    taken: set[str] = set()  # long lines and paragraphs of earlier splits
     contents = {}
     for split, buckets in SPLITS.items():
         prose = [(name, _without(text, taken)) for name, text in topics if _bucket(name) in buckets]
@@ -70,11 +70,13 @@ def _builtin() -> dict[str, str]:
 
 
 def _long_lines(text: str) -> set[str]:
-    return {line.strip() for line in text.splitlines() if len(line.strip()) > 40}
+    """Long lines, and paragraphs that are long on one line."""
+    lines = [line.strip() for line in text.splitlines()]
+    return {piece for piece in (*lines, *(" ".join(p.split()) for p in text.split("\n\n"))) if len(piece) > 40}
 
 
 def _without(text: str, taken: set[str]) -> str:
-    """The paragraphs of a text that share no long line with what is taken."""
+    """The paragraphs of a text that share no long line with what is taken, and are not taken themselves."""
     return "\n\n".join(p for p in text.split("\n\n") if not _long_lines(p) & taken)
 
 

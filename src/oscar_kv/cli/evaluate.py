@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,7 +52,22 @@ def evaluate(
         str | None,
         typer.Option("--methods", metavar="A,B,...", help=f"(default: {','.join(METHODS)}, as far as the artifact has them)"),
     ] = None,
-    text: Annotated[Path | None, typer.Option("--text", metavar="FILE", help="Evaluation text (default: built in).")] = None,
+    without: Annotated[
+        str | None,
+        typer.Option("--without-windows", metavar="A,B,...", help="Methods to measure also without the common dense windows."),
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text",
+            metavar="TEXT",
+            help="Evaluation text, several times for several: builtin, prose, code, language:CODE, chat, FILE or NAME=FILE.",
+        ),
+    ] = None,
+    allow_overlap: Annotated[
+        bool, typer.Option("--allow-overlap", help="Measure even on paragraphs that the calibration has seen.")
+    ] = False,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a report as one web page.")] = None,
     length: Annotated[int | None, typer.Option("--length", help=f"Tokens of a window (default: {EVAL_LENGTH}).")] = None,
     windows: Annotated[int, typer.Option("--windows", help="Windows, spread over the text.")] = EVAL_WINDOWS,
     start: Annotated[
@@ -82,6 +99,7 @@ def evaluate(
 ) -> None:
     """Measure KL to the dense cache, top-1 agreement and perplexity of several methods."""
     check_output(output)
+    check_output(html, "--html")
     names = list(dict.fromkeys(part.strip() for part in methods.split(",") if part.strip())) if methods is not None else []
     if methods is not None and not names:
         raise InputError(f"--methods names none; known: {', '.join(METHODS)}")
@@ -89,12 +107,19 @@ def evaluate(
     overrides: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
     own = OscarConfig(tokens=tokens, seq_len=seq_len, seed=seed).with_(**overrides)
     with Progress() as progress:
-        from ..calibration.corpus import builtin_text, prefix, read_text, spread_windows, tokenize
+        from ..calibration.corpus import prefix, spread_windows, tokenize
+        from ..calibration.overlap import check_overlap
         from ..calibration.select import metric_start
+        from ..evaluate.fidelity import WITHOUT_WINDOWS, resolve_methods, without_windows
         from ..evaluate.fidelity import evaluate as run
-        from ..evaluate.fidelity import resolve_methods
+        from ..evaluate.texts import text_set
 
-        source = read_text([text]) if text else builtin_text("evaluation")
+        if html is not None:
+            from ..evaluate.report import require, write_report
+
+            require()
+        specs = list(dict.fromkeys(text or ["builtin"]))
+        found = {spec: text_set(spec, None) for spec in specs if spec != "chat"}  # before anything slow
         loaded = load_artifact(artifact) if artifact else None
         names = names or default_methods(loaded)
         check_names(names, loaded)
@@ -108,7 +133,9 @@ def evaluate(
         size = length if length is not None else min(EVAL_LENGTH, position_limit(lm) or EVAL_LENGTH)
         check_positions(lm, size, f"windows of --length {size}")
         progress.step("preparing the text")
-        cut = spread_windows(tokenize(tokenizer, source), size, windows, prefix(tokenizer), source.name)
+        sources = [found[spec] if spec in found else text_set(spec, tokenizer) for spec in specs]
+        head = prefix(tokenizer)
+        cut = [spread_windows(tokenize(tokenizer, source), size, windows, head, source.name) for source in sources]
         first = start if start is not None else metric_start(size)
         if not 0 <= first < size - 1:
             raise InputError(f"--start {first} leaves nothing of windows of {size} tokens: at most {size - 2}")
@@ -118,15 +145,28 @@ def evaluate(
             note(f"no --artifact: calibrating on {own.tokens} tokens of the built-in text (nothing is saved)")
             loaded = calibrate(lm, tokenizer, method="auto" if "auto" in names else "none", config=own, progress=progress)
         config = loaded.config.with_(slack=0, **overrides)
-        chosen = resolve_methods(names, loaded, loaded.moments, config, loaded.for_model(lm))
         geometry = loaded.check_model(lm)
-        result = run(lm, geometry, cut, chosen, config, source, name=short(model), start=first, progress=progress)
+        chosen = resolve_methods(names, loaded, loaded.moments, config, loaded.for_model(lm), geometry)
+        bare = dict(without_windows(name.strip(), chosen) for name in (without or "").split(",") if name.strip())
+        chosen |= {row: chosen[row.removesuffix(WITHOUT_WINDOWS)] for row in bare}
         by = loaded.provenance
-        result["settings"]["calibration"] = {key: by[key] for key in CALIBRATION_KEYS if key in by}
-        if by.get("text_sha256") == source.sha256:
-            note(f"warning: {source.name} is the text of the calibration itself; use another for a fair figure")
-    check_finite(result)
-    emit(result, as_json, output, lambda: show_results(result, buckets, loaded, artifact is None))
+        overlaps, results = [], []
+        for source in sources:
+            overlap, warnings = check_overlap(source, by, allow_overlap)
+            overlaps.append(overlap)
+            for warning in warnings:
+                note(f"warning: {warning}")
+        for source, parts, overlap in zip(sources, cut, overlaps, strict=True):
+            how = {"name": short(model), "start": first, "progress": progress, "windows_of": bare}
+            result = run(lm, geometry, parts, chosen, config, source, **how)
+            result["settings"]["calibration"] = {key: by[key] for key in CALIBRATION_KEYS if key in by}
+            result["settings"]["overlap"] = overlap
+            check_finite(result)
+            results.append(result)
+    if html is not None:
+        write_report(html, results, loaded.summary, shlex.join(["oscar", *sys.argv[1:]]))
+    document = results[0] if len(results) == 1 else {"model": results[0]["model"], "texts": results}
+    emit(document, as_json, output, lambda: show_all(results, buckets, loaded, artifact is None))
 
 
 def load_artifact(folder: Path) -> Artifact:
@@ -148,8 +188,9 @@ def default_methods(artifact: Artifact | None) -> list[str]:
 def check_names(names: list[str], artifact: Artifact | None) -> None:
     """Raise InputError for an unknown method before a model is loaded."""
     from ..calibration.methods import RECIPES, parse_choice
+    from ..evaluate.baselines import BASELINES
 
-    known = {"dense", "auto", *RECIPES, *({artifact.method, "artifact"} if artifact else ())}
+    known = {"dense", "auto", *RECIPES, *BASELINES, *({artifact.method, "artifact"} if artifact else ())}
     for name in names:
         if name not in known:
             parse_choice(name)
@@ -166,6 +207,14 @@ def check_finite(result: dict[str, Any]) -> None:
 
 
 # -- for people --------------------------------------------------------------------------------------------------
+
+
+def show_all(results: list[dict[str, Any]], buckets: bool, artifact: Artifact, calibrated_here: bool) -> None:
+    """Each text's results, one below the other."""
+    for i, result in enumerate(results):
+        if i:
+            say()
+        show_results(result, buckets, artifact, calibrated_here)
 
 
 def show_results(result: dict[str, Any], buckets: bool, artifact: Artifact, calibrated_here: bool) -> None:

@@ -200,6 +200,7 @@ def summarise(metrics: list[TokenMetrics], start: int) -> dict[str, Any]:
     edges = [start, *[edge for edge in BUCKETS if start < edge < last], last]
     return {
         **_row(kl[:, start:], agree[:, start:], nll[:, start:]),
+        **intervals(kl[:, start:], agree[:, start:]),
         "kl_per_window": [float(w) for w in kl[:, start:].mean(1)],
         "buckets": [
             {
@@ -207,20 +208,26 @@ def summarise(metrics: list[TokenMetrics], start: int) -> dict[str, Any]:
                 "end": hi,
                 "tokens": kl.shape[0] * (hi - lo),
                 **_row(kl[:, lo:hi], agree[:, lo:hi], nll[:, lo:hi]),
+                **intervals(kl[:, lo:hi], agree[:, lo:hi]),
             }
             for lo, hi in itertools.pairwise(edges)
         ],
     }
 
 
-def _row(kl: Tensor, agree: Tensor, nll: Tensor) -> dict[str, Any]:
-    """``[windows, positions]`` each."""
+def intervals(kl: Tensor, agree: Tensor) -> dict[str, list[float] | None]:
+    """95 % intervals of mean KL and agreement over windows; ``[windows, positions]`` each."""
+    return {
+        "kl_interval": t_interval(kl.double().mean(1).tolist(), least=0.0),
+        "top1_interval": t_interval(agree.double().mean(1).tolist(), least=0.0, most=1.0),
+    }
+
+
+def _row(kl: Tensor, agree: Tensor, nll: Tensor) -> dict[str, float]:
     return {
         "kl_mean": float(kl.double().mean()),
-        "kl_interval": t_interval(kl.double().mean(1).tolist(), least=0.0),
         "kl_p99": percentile(kl.flatten(), 0.99),
         "top1_agreement": float(agree.double().mean()),
-        "top1_interval": t_interval(agree.double().mean(1).tolist(), least=0.0, most=1.0),
         "perplexity": float(nll.double().mean().exp()),
     }
 

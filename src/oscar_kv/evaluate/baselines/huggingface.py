@@ -19,8 +19,8 @@ class HuggingFace:
     """transformers' quantized cache layer with its defaults: groups of 64 neighbours, 128 newest tokens dense.
 
     The layer's own quantizer and dequantizer are called once on all keys and all values. The real cache holds between none
-    and 127 dense tokens and quantizes its *decoded* history again whenever 128 new ones arrive; both are left out here, which
-    is never worse for it.
+    and 127 dense tokens and quantizes its *decoded* history again whenever 128 new ones arrive; both are left out here, in
+    its favour.
 
     Attributes:
         backend: "quanto" or "hqq".

@@ -16,7 +16,7 @@ class Kivi:
     """KIVI-2: asymmetric, float16 scale and minimum for every 32 codes, so 3 bits per element.
 
     The published cache holds its newest 128 tokens dense: values exactly those, keys between none and 127 of them, since a
-    key block is coded when it is full. Here both sides keep the same ``recent`` tokens, which is never worse for KIVI, and
+    key block is coded when it is full. Here both sides keep the same ``recent`` tokens, in KIVI's favour, and
     tokens of an unfinished group stay dense. A recent window of at least one group makes that decode-exact: the whole group
     of a coded token is older than the query.
 
