@@ -105,7 +105,8 @@ def headline(result: Mapping[str, Any]) -> str:
     other = next((r for r in result["results"] if r["method"] == "oscar" and name != "oscar"), None)
     if other and row["kl_mean"] > 0:
         ratio = other["kl_mean"] / row["kl_mean"]
-        word = f"{ratio:.1f} times below" if ratio >= 1 else f"{1 / ratio:.1f} times above"
+        times = max(ratio, 1 / ratio)
+        word = f"{times:.{1 if times < 100 else 0}f} times {'below' if ratio >= 1 else 'above'}"
         sentence += f"; its KL of {row['kl_mean']:.3f} nats is {word} that of the published recipe"
     return sentence + "."
 
