@@ -102,8 +102,16 @@ CASES: dict[str, tuple[Callable[[Path], list[Any]], list[str]]] = {
     ),
     "NaN activations in a calibration": (lambda r: calibrate(r, nan_model(r)), ["layer 1", "--dtype float32"]),
     "NaN activations in an evaluation": (
-        lambda r: evaluate(r, nan_model(r), "--text", r / "text.txt"),
+        lambda r: evaluate(r, nan_model(r), "--text", r / "text.txt", "--allow-overlap"),
         ["NaN or infinity", "check the checkpoint"],
+    ),
+    "evaluation on the text of the calibration": (
+        lambda r: evaluate(r, r / "model", "--text", r / "text.txt"),
+        ["text.txt is the text of the calibration itself", "--allow-overlap"],
+    ),
+    "evaluation text that is not there": (
+        lambda r: evaluate(r, r / "model", "--text", "language:zz"),
+        ["no message catalogue", "--text zz=FILE"],
     ),
     "text too short for the windows": (
         lambda r: evaluate(r, r / "model", "--text", r / "text.txt", "--length", "2000"),
