@@ -32,8 +32,10 @@ def _poisoned(allocate):
     return allocate_nan
 
 
-def random_transform(heads: int = 2, dim: int = 64, value_dim: int | None = None, seed: int = 0, **codec) -> LayerTransform:
-    """Random well-conditioned, non-orthogonal, centred transform."""
+def random_transform(
+    heads: int = 2, dim: int = 64, value_dim: int | None = None, seed: int = 0, digits: bool = False, **codec
+) -> LayerTransform:
+    """Random well-conditioned, non-orthogonal, centred transform; with ``digits``, keys are stored as digits."""
     g = torch.Generator().manual_seed(seed)
     value_dim = value_dim or dim
 
@@ -45,14 +47,20 @@ def random_transform(heads: int = 2, dim: int = 64, value_dim: int | None = None
     key_in, key_back = matrix(dim)
     value_in, output_out = matrix(value_dim)
     spec = CodecSpec(**codec)
+    layout = {}
+    if digits:
+        counts = torch.ones(dim)
+        counts[0], counts[1], counts[-1] = 0, 3, 0  # the exact channel, a strong one, a dropped one
+        layout = {"key_digits": counts.float().repeat(heads, 1), "key_step": torch.full((heads, dim), 0.7)}
     return LayerTransform(
+        **layout,
         key_in=key_in,
         query_in=key_back.mT.contiguous(),
         value_in=value_in,
         output_out=output_out,
         key_mean=torch.randn(heads, dim, generator=g),
         value_mean=torch.randn(heads, value_dim, generator=g) * 0.3,
-        key_codec=spec,
+        key_codec=CodecSpec("digits") if digits else spec,
         value_codec=spec,
     )
 

@@ -118,17 +118,17 @@ def short_builtin_text(characters: int = 40_000) -> Iterator[None]:
     """Within this context only the beginning of each built-in text is used: a token per byte would make it long."""
     import pytest
 
-    from oscar_kv.calibration import corpus, run
+    from oscar_kv.calibration import corpus, run, split
 
     whole = corpus.builtin_text
     texts: dict[str, corpus.Text] = {}
 
-    def beginning(split: str) -> corpus.Text:
-        if split not in texts:
-            texts[split] = corpus.Text(f"builtin:{split}", whole(split).content[:characters])
-        return texts[split]
+    def beginning(part: str) -> corpus.Text:
+        if part not in texts:
+            texts[part] = corpus.Text(f"builtin:{part}", whole(part).content[:characters])
+        return texts[part]
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (corpus, run):
+        for module in (corpus, run, split):
             patch.setattr(module, "builtin_text", beginning)
         yield

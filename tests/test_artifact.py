@@ -39,7 +39,7 @@ def artifact() -> Artifact:
         provenance={"text": "t", "warnings": []},
         fidelity={"kl_mean": 0.1},
         summary={"0": {"key_choice": ["hadamard"]}},
-        moments=capture_moments(model, [sequence], geometry, sink=4),
+        moments=capture_moments(model, [sequence], geometry, OscarConfig(sink=4, recent=8)),
     )
 
 

@@ -19,9 +19,11 @@ from oscar_kv.calibration.corpus import (
     spread_windows,
     tokenize,
 )
-from oscar_kv.calibration.methods import CANDIDATES, build_method, parse_choice
+from oscar_kv.calibration.methods import ALLOCATED, EVEN, build_method, parse_choice
+from oscar_kv.calibration.overlap import Paragraphs, calibration_paragraphs
 from oscar_kv.calibration.run import calibrate
 from oscar_kv.calibration.select import mean_kl, select
+from oscar_kv.calibration.split import split_sequences
 from oscar_kv.config import DEFAULTS, OscarConfig
 from oscar_kv.errors import InputError
 from oscar_kv.geometry import model_geometry
@@ -41,7 +43,7 @@ def random_sequences(count: int = 3, length: int = 40) -> list[torch.Tensor]:
 def test_every_packed_layer_of_every_family_is_captured(family):
     model = tiny_model(family)
     geometry = model_geometry(model.config)
-    moments = capture_moments(model, random_sequences(), geometry, sink=4)
+    moments = capture_moments(model, random_sequences(), geometry, OscarConfig(sink=4, recent=8))
     assert list(moments) == [layer.index for layer in geometry.packed]
     for m in moments.values():
         assert m.query.shape == (2, 16, 16)
@@ -52,7 +54,7 @@ def test_every_packed_layer_of_every_family_is_captured(family):
 def test_moments_are_those_of_the_keys_that_a_stock_cache_holds():
     model = tiny_model("qwen2", dtype=torch.float64)
     tokens = random_sequences(1)[0]
-    moments = capture_moments(model, [tokens], model_geometry(model.config), sink=4)
+    moments = capture_moments(model, [tokens], model_geometry(model.config), OscarConfig(sink=4, recent=8))
     with torch.inference_mode():
         stock = model(input_ids=tokens[None], use_cache=True)
     cache = stock.get("cache", stock.get("past_key_values"))
@@ -80,7 +82,7 @@ def test_fault39_memory_does_not_grow_with_the_token_count():
 
     def held(count: int) -> int:
         tracemalloc.start()
-        moments = capture_moments(model, iter(random_sequences(count, 64)), geometry, sink=4)
+        moments = capture_moments(model, iter(random_sequences(count, 64)), geometry, OscarConfig(sink=4, recent=8))
         kept = sum(t.numel() * 8 for m in moments.values() for t in m.tensors().values())
         tracemalloc.stop()
         return kept
@@ -93,7 +95,7 @@ def test_nan_activations_are_refused_by_layer():
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight[0, 0] = float("nan")
     with pytest.raises(InputError, match=r"layer 1: .* NaN"):
-        capture_moments(model, random_sequences(), model_geometry(model.config), sink=4)
+        capture_moments(model, random_sequences(), model_geometry(model.config), OscarConfig(sink=4, recent=8))
 
 
 # -- text --------------------------------------------------------------------------------------------------------
@@ -141,7 +143,7 @@ def test_read_text_takes_files_and_folders(tmp_path):
 
 def test_oscar_is_per_layer_with_clip_and_the_others_do_not_clip():
     model = tiny_model("llama")
-    moments = capture_moments(model, random_sequences(), model_geometry(model.config), sink=4)
+    moments = capture_moments(model, random_sequences(), model_geometry(model.config), OscarConfig(sink=4, recent=8))
     oscar = build_method("oscar", moments, DEFAULTS)[0]
     assert torch.equal(oscar.key_in[0], oscar.key_in[1])
     assert (oscar.key_codec.clip, oscar.value_codec.clip, oscar.key_codec.search) == (0.96, 0.92, False)
@@ -185,12 +187,33 @@ def test_auto_measures_and_is_never_worse_than_what_it_measured():
     model, tokenizer = tiny_model("qwen2", seed=3), tiny_tokenizer()
     artifact = calibrate(model, tokenizer, config=QUICK)
     tried = artifact.provenance["selection"]
-    assert len(tried) == 7
-    assert artifact.fidelity["kl_mean"] == pytest.approx(min(t["kl_mean"] for t in tried))
-    assert set(artifact.summary["0"]["key_choice"]) <= {str(c) for c in CANDIDATES}
+    assert len(tried) == 8
+    assert tried[0]["kl_mean"] == min(t["kl_mean"] for t in tried)
+    assert set(artifact.summary["0"]["key_choice"]) <= {str(c) for c in ALLOCATED}
+    assert set(artifact.summary["0"]["value_choice"]) <= {str(c) for c in EVEN}
     window = spread_windows(tokenize(tokenizer, builtin_text("selection")), 256, 1, prefix(tokenizer))[0]
     again = compare(model, window, {"auto": artifact.layers}, QUICK.sink, QUICK.recent, 128)
-    assert mean_kl([again["auto"]]) == pytest.approx(artifact.fidelity["kl_mean"], rel=1e-4)
+    assert mean_kl([again["auto"]]) == pytest.approx(tried[0]["kl_mean"], rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["auto", "hadamard"])
+def test_fidelity_is_measured_on_windows_that_nothing_else_has_seen(method):
+    model, tokenizer = tiny_model("qwen2", seed=3), tiny_tokenizer()
+    artifact = calibrate(model, tokenizer, method=method, config=QUICK.with_(selection_windows=2))
+    parts = split_sequences(builtin_text("calibration"), tokenizer, QUICK.with_(selection_windows=2), builtin=True)
+    assert len(parts.fidelity) == 2
+    start = 128
+    metrics = [compare(model, w, {"": artifact.layers}, QUICK.sink, QUICK.recent, start)[""] for w in parts.fidelity]
+    kl, nll = (torch.cat([getattr(m, name)[start:] for m in metrics]) for name in ("kl", "nll"))
+    found = artifact.fidelity
+    assert (found["text"], found["windows"], found["length"], found["start"]) == ("builtin:selection", 2, 256, start)
+    assert found["kl_mean"] == pytest.approx(float(kl.mean()), rel=1e-5)
+    assert found["perplexity"] == pytest.approx(float(nll.mean().exp()), rel=1e-5)
+    assert found["kl_mean"] not in [t["kl_mean"] for t in artifact.provenance["selection"]]
+    assert artifact.provenance["fidelity_text"] == "builtin:selection"
+    assert artifact.provenance["paragraphs"] == Paragraphs.of(builtin_text("calibration")).to_dict()
+    assert set(calibration_paragraphs(artifact.provenance)) == {"builtin:calibration", "builtin:selection"}
+    assert artifact.provenance["selection_text"] == ("builtin:selection" if method == "auto" else "")
 
 
 def test_fault12_auto_centres_a_model_with_a_large_key_bias():
@@ -233,8 +256,8 @@ def test_too_few_tokens_are_refused():
 def test_selection_leaves_the_best_fixed_setting_only_for_something_better():
     model = tiny_model("llama", seed=2)
     sequences_ = random_sequences(4, 256)
-    moments = capture_moments(model, sequences_[:3], model_geometry(model.config), sink=4)
+    moments = capture_moments(model, sequences_[:3], model_geometry(model.config), OscarConfig(sink=4, recent=8))
     selection = select(model, sequences_[3:], moments, QUICK)
-    fixed = [t["kl_mean"] for t in selection.tried if t["setting"].startswith("fixed")]
-    assert len(fixed) == 3
+    fixed = [t["kl_mean"] for t in selection.tried if "unless" not in t["setting"]]
+    assert len(fixed) == 5
     assert mean_kl(selection.metrics) <= min(fixed)

@@ -11,27 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from commands import CALIBRATION, results, run
 from models import save_tiny, short_builtin_text
-from typer.testing import CliRunner
 
 from oscar_kv.cli import app
 
-CALIBRATION = ["--tokens", "512", "--seq-len", "128", "--sink", "4", "--recent", "16"]
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 LETTERS = "The quick brown fox jumps over the lazy dog, and then it sleeps for a while. "
-
-
-def run(*args: Any, status: int = 0, stdin: str | None = None) -> Any:
-    result = CliRunner().invoke(app, [str(a) for a in args], input=stdin)
-    assert result.exit_code == status, f"{result.output}\n{result.exception!r}"
-    assert "Traceback" not in result.output
-    return result
-
-
-def results(*args: Any, status: int = 0) -> dict[str, Any]:
-    """What ``--json`` prints; nothing else may be on standard output."""
-    found: dict[str, Any] = json.loads(run(*args, "--json", status=status).stdout)
-    return found
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,6 +67,8 @@ def test_help_loads_nothing_heavy() -> None:
 
 def test_version_and_usage_errors() -> None:
     assert run("--version").stdout.startswith("oscar-kv ")
+    module = [sys.executable, "-m", "oscar_kv.cli", "--version"]
+    assert subprocess.run(module, capture_output=True, text=True, timeout=60, check=True).stdout == run("--version").stdout
     for args in (["inspect"], ["unknown"], ["calibrate", "model", "--no-such-option"]):
         run(*args, status=2)
 
@@ -88,57 +76,6 @@ def test_version_and_usage_errors() -> None:
 @pytest.mark.parametrize("name", [c.name for c in app.registered_commands])
 def test_every_command_has_help(name: str) -> None:
     assert "--help" in run(name, "--help").stdout
-
-
-# -- inspect -----------------------------------------------------------------------------------------------------
-
-
-def test_inspect_groups_layers_and_says_why(gemma: Path) -> None:
-    shown = run("inspect", gemma).stdout
-    for word in ("sliding", "dense", "full", "packed", "sliding window", "128K"):
-        assert word in shown
-
-
-def test_inspect_takes_lengths_either_way(llama: Path) -> None:
-    once = results("inspect", llama, "--length", "1000", "2000")
-    again = results("inspect", llama, "--length", "1000", "--length", "2000")
-    assert [row["length"] for row in once["saving"]] == [1000, 2000]
-    assert once == again
-    run("inspect", llama, "2000", status=2)
-    run("inspect", llama, "--length", "0", status=2)
-
-
-def test_inspect_counts_bytes(llama: Path) -> None:
-    found = results("inspect", llama)
-    layer = found["layers"][0]
-    assert (layer["dense_bytes_per_token"], layer["packed_bytes_per_token"]) == (2 * 2 * 16 * 2, 2 * 2 * 8)
-    assert [row["length"] for row in found["saving"]] == [1024, 4096, 32768, 131072]
-    assert "0-1" in run("inspect", llama).stdout
-
-
-def test_inspect_an_artifact(llama: Path, gemma: Path, artifact: Path) -> None:
-    shown = run("inspect", llama, "--artifact", artifact, "--layers").stdout
-    for word in (
-        "method auto",
-        "heads, K",
-        "fidelity: KL",
-        "thin calibration",
-        "fits the model: yes",
-        "values, by head",
-    ):
-        assert word in shown
-    found = results("inspect", llama, "--artifact", artifact)["artifact"]
-    assert sum(found["choice_counts"]["key"].values()) == 4
-    other = results("inspect", gemma, "--artifact", artifact, status=1)["artifact"]
-    assert not other["fits_model"]
-    assert "architecture" in other["mismatch"]
-
-
-def test_inspect_a_model_that_is_refused(tmp_path: Path) -> None:
-    from transformers import T5Config
-
-    T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path)
-    assert "refused: " in run("inspect", tmp_path).stdout
 
 
 # -- calibrate ---------------------------------------------------------------------------------------------------
@@ -215,6 +152,14 @@ def test_verify_passes_alone_and_with_its_model(llama: Path, artifact: Path, tmp
     assert found["passed"]
     assert [c["check"] for c in found["checks"]][-2:] == ["fits the model", "fidelity"]
     assert found["warnings"]
+
+
+def test_verify_says_that_a_model_has_fewer_positions_than_the_window(tmp_path: Path, text: Path) -> None:
+    model, folder = save_tiny(tmp_path / "short", max_position_embeddings=256), tmp_path / "a.oscar"
+    run("calibrate", model, "-o", folder, "--method", "none", "--text", text, *CALIBRATION)
+    found = results("verify", folder, "--model", model, "--max-kl", "1000")
+    assert found["fidelity"]["settings"]["length"] == 256
+    assert found["warnings"][-1] == "a window of 1024 tokens was asked for, 256 are used: the model has 256 positions"
 
 
 def test_verify_fails_with_status_1(llama: Path, gemma: Path, artifact: Path, tmp_path: Path) -> None:
@@ -386,20 +331,6 @@ def test_generate_refuses_prompts_it_cannot_use(llama: Path, artifact: Path, tex
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------
-
-
-def test_rotations_in_and_out(llama: Path, text: Path, tmp_path: Path) -> None:
-    made, zoo, back = tmp_path / "made.oscar", tmp_path / "zoo", tmp_path / "back.oscar"
-    run("calibrate", llama, "-o", made, "--method", "oscar", "--text", text, *CALIBRATION)
-    run("export-rotations", made, "-o", zoo)
-    files = ["--k", zoo / "k_rotation.pt", "--v", zoo / "v_rotation.pt"]
-    shown = run("import-rotations", *files, "--k-clip", "0.9", "--v-clip", "0", "--group-size", "8", "-o", back).stdout
-    assert "2 layers" in shown
-    description = json.loads((back / "oscar.json").read_text())
-    assert description["layers"]["0"]["key_codec"] == {"name": "int2", "group_size": 8, "clip": 0.9, "search": False}
-    found = results("verify", back, "--model", llama, "--length", "128")
-    assert "nothing recorded" in found["checks"][-1]["detail"]
-    assert "not measured" in run("inspect", llama, "--artifact", back).stdout
 
 
 def test_doctor(tmp_path: Path) -> None:

@@ -104,3 +104,23 @@ def test_documents_that_the_readme_links_to_exist():
     assert len(links) > 8
     for link in links:
         assert (ROOT / link).exists(), link
+
+
+def test_every_command_is_in_the_readme():
+    from oscar_kv.cli import app
+
+    shell = README.split("The same from the shell.")[1].split("```")[1]
+    for command in app.registered_commands:
+        assert f"oscar {command.name}" in shell, command.name
+    for words in ("https://download.pytorch.org/whl/cpu", ".[gguf]", ".venv/bin/oscar", "--length N"):
+        assert words in README.split("**What it costs.**")[0]
+
+
+def test_figures_of_the_research_page_are_in_a_result_file_or_marked():
+    """Every number with three or more decimals that looks like a KL."""
+    page = (ROOT / "docs" / "research.md").read_text(encoding="utf-8")
+    known = set()
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        known |= {f"{row['kl_mean']:.4f}" for row in json.loads(path.read_text())["results"]}
+    loose = [n for n, mark in re.findall(r"(\d\.\d{3,4})(†?)", page) if not mark and n not in known]
+    assert loose == []

@@ -13,10 +13,11 @@ from oscar_kv.artifact import Artifact
 from oscar_kv.calibration.corpus import Text
 from oscar_kv.config import OscarConfig
 from oscar_kv.errors import InputError
-from oscar_kv.evaluate.fidelity import evaluate, percentile, resolve_methods
+from oscar_kv.evaluate.fidelity import evaluate, resolve_methods
 from oscar_kv.evaluate.memory import bits_per_element, footprint, human
 from oscar_kv.geometry import model_geometry
 from oscar_kv.integrations.transformers import OscarCache
+from oscar_kv.measures import percentile
 from oscar_kv.simulate import compare, headless, hidden_states
 
 CONFIG = OscarConfig(sink=4, recent=8, slack=0, page_size=8)
@@ -117,7 +118,7 @@ def sliding_bytes(cache: OscarCache) -> int:
     )
 
 
-@pytest.mark.parametrize(("dim", "bits", "far"), [(128, 2.25, 2.29), (64, 2.5, 2.54), (256, 2.25, 2.29)])
+@pytest.mark.parametrize(("dim", "bits", "far"), [(128, 2.25, 2.29), (64, 2.5, 2.54), (256, 2.1875, 2.29)])
 def test_bits_at_128k_with_the_published_windows(dim, bits, far):
     geometry = model_geometry(tiny_config("llama", head_dim=dim))
     config = OscarConfig(slack=0)

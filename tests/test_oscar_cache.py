@@ -8,23 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import random_transform
+from caching import RECENT, SINK, SLACK, SMALL, WINDOW, artifact_for, decode, generate, prompt
 from models import FAMILIES, tiny_model
 from oracle import oracle
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from oscar_kv.artifact import Artifact
-from oscar_kv.attention import NAME, cache_argument
-from oscar_kv.cache.store import PackedStore, packed_nbytes
+from oscar_kv.attention import cache_argument
+from oscar_kv.cache.store import packed_nbytes
 from oscar_kv.config import OscarConfig
 from oscar_kv.geometry import model_geometry
 from oscar_kv.integrations.transformers import OscarCache
 from oscar_kv.simulate import headless, hidden_states
-
-SINK, RECENT, SLACK = 4, 8, 4
-SMALL = OscarConfig(sink=SINK, recent=RECENT, slack=SLACK, page_size=8)
-WINDOW = SINK + RECENT
 
 
 @pytest.fixture(autouse=True)
@@ -32,44 +27,6 @@ def _quiet():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def artifact_for(model: Any, config: OscarConfig = SMALL) -> Artifact:
-    geometry = model_geometry(model.config)
-    layers = {
-        layer.index: random_transform(layer.num_kv_heads, layer.key_dim, layer.value_dim, seed=layer.index)
-        for layer in geometry.packed
-    }
-    return Artifact(layers, config, "random", fingerprint=geometry.fingerprint())
-
-
-def prompt(length: int, batch: int = 1, seed: int = 1) -> torch.Tensor:
-    return torch.randint(1, 256, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-@torch.inference_mode()
-def decode(model: Any, ids: torch.Tensor, cache: Any, chunks: list[int] | None = None, mask: torch.Tensor | None = None):
-    """Feed tokens in chunks (default one by one) and return all logits ``[B, T, V]``."""
-    name = cache_argument(type(model).forward)
-    outputs, at = [], 0
-    for size in chunks or [1] * ids.shape[1]:
-        extra = {} if mask is None else {"attention_mask": mask[:, : at + size]}
-        if mask is not None:
-            extra["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)[:, at : at + size]
-        outputs.append(model(input_ids=ids[:, at : at + size], **{name: cache}, use_cache=True, **extra).logits)
-        at += size
-    return torch.cat(outputs, 1)
-
-
-def generate(model: Any, ids: torch.Tensor, cache: Any, new: int = 24, **kwargs: Any) -> torch.Tensor:
-    return model.generate(
-        input_ids=ids,
-        attention_mask=kwargs.pop("attention_mask", torch.ones_like(ids)),
-        past_key_values=cache,
-        max_new_tokens=new,
-        do_sample=False,
-        **kwargs,
-    )
 
 
 # -- every family ------------------------------------------------------------------------------------------------
@@ -344,142 +301,3 @@ def test_fault35_workspace_of_a_decode_step_does_not_grow_with_length():
 
 
 # -- switches ----------------------------------------------------------------------------------------------------
-
-
-def test_other_attention_implementations_are_refused_with_the_hint():
-    model = tiny_model("llama")
-    cache = OscarCache(artifact_for(model), model)
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(RuntimeError, match="set_attn_implementation"):
-        decode(model, prompt(3), cache)
-    model.set_attn_implementation(NAME)
-    assert decode(model, prompt(3), cache).shape[1] == 3
-
-
-def test_a_model_set_to_oscar_without_a_cache_of_ours_is_the_stock_model():
-    model, ids = tiny_model("llama"), prompt(30)
-    stock = model(input_ids=ids, use_cache=False).logits
-    stock_text = generate(model, ids, DynamicCache(config=model.config))
-    OscarCache(artifact_for(model), model)
-    assert torch.equal(model(input_ids=ids, use_cache=False).logits, stock)
-    assert torch.equal(generate(model, ids, DynamicCache(config=model.config)), stock_text)
-
-
-def test_dense_cache_behind_the_same_interface_is_stock():
-    model, ids = tiny_model("gemma3"), prompt(30)
-    stock = generate(model, ids, DynamicCache(config=model.config))
-    cache = OscarCache.dense(model)
-    assert torch.equal(generate(model, ids, cache), stock)
-    assert cache.bits_per_element() == 32.0
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_fault24_model_dtypes(dtype):
-    model = tiny_model("llama", dtype=dtype)
-    artifact = artifact_for(model)
-    cache = OscarCache(artifact, model)
-    logits = decode(model, prompt(40), cache)
-    assert logits.dtype == dtype
-    assert torch.isfinite(logits).all()
-    assert cache.stores[0].windows["ring_k"].dtype == dtype
-    exact = tiny_model("llama", dtype=torch.float64)
-    exact.load_state_dict({k: v.double() for k, v in model.state_dict().items()})
-    reference = decode(exact, prompt(40), OscarCache(artifact, exact))
-    spread = reference.std()
-    close = (logits.double() - reference).abs().mean() / spread
-    assert close < {torch.bfloat16: 0.15, torch.float16: 0.02, torch.float32: 1e-4}[dtype]
-
-
-def test_fault10_compiled_forward_gives_the_same_numbers():
-    model = tiny_model("llama")
-    artifact = artifact_for(model)
-    ids = prompt(30)
-    plain = decode(model, ids, OscarCache(artifact, model), [28, 1, 1])
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager")  # what graph capture changes, without a compiler
-    cache = OscarCache(artifact, model)
-    name = cache_argument(type(model).forward)
-    with torch.inference_mode():
-        parts = [
-            compiled(input_ids=ids[:, a:b], **{name: cache}, use_cache=True).logits for a, b in ((0, 28), (28, 29), (29, 30))
-        ]
-    assert torch.equal(torch.cat(parts, 1), plain)
-
-
-def test_fault43_gqa_ratios_through_a_model():
-    for query_heads, kv_heads in ((5, 1), (6, 1), (14, 2), (8, 8)):
-        model = tiny_model(
-            "llama",
-            dtype=torch.float64,
-            hidden_size=query_heads * 16,
-            num_attention_heads=query_heads,
-            num_key_value_heads=kv_heads,
-        )
-        artifact = artifact_for(model)
-        ids = prompt(40)
-        ours = decode(model, ids, OscarCache(artifact, model), [30] + [1] * 10)
-        with oracle(model, artifact.layers, SINK, RECENT):
-            expected = decode(model, ids, DynamicCache(config=model.config), [30] + [1] * 10)
-        assert (ours - expected).abs().max() < 1e-5
-
-
-def test_fault14_an_artifact_of_another_model_is_refused_by_field():
-    artifact = artifact_for(tiny_model("llama"))
-    with pytest.raises(ValueError, match="hidden_size: artifact 64, model 96"):
-        OscarCache(artifact, tiny_model("llama", hidden_size=96))
-    with pytest.raises(ValueError, match="architecture"):
-        OscarCache(artifact, tiny_model("mistral"))
-    del artifact.layers[1]
-    with pytest.raises(ValueError, match="layer 1 of the model has no transform"):
-        OscarCache(artifact, tiny_model("llama"))
-
-
-def test_stores_hold_packed_codes():
-    model = tiny_model("llama")
-    cache = OscarCache(artifact_for(model), model)
-    decode(model, prompt(40), cache, [40])
-    assert all(isinstance(store, PackedStore) and store.pages[0].dtype == torch.uint8 for store in cache.stores.values())
-
-
-def test_the_hooks_of_a_device_map_change_nothing():
-    accelerate = pytest.importorskip("accelerate")
-    model = tiny_model("llama", dtype=torch.float64)
-    artifact = artifact_for(model)
-    plain = decode(model, prompt(40), OscarCache(artifact, model), [30] + [1] * 10)
-    parts = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head"]
-    spread = accelerate.dispatch_model(model, device_map=dict.fromkeys(parts, "cpu"), force_hooks=True)
-    assert hasattr(spread.model.layers[1], "_hf_hook")
-    assert torch.equal(decode(spread, prompt(40), OscarCache(artifact, spread), [30] + [1] * 10), plain)
-
-
-def test_additive_masks_are_taken_as_they_are():
-    model, ids = tiny_model("llama", dtype=torch.float64), prompt(12)
-    bias = torch.zeros(1, 1, 12, 12, dtype=torch.float64).masked_fill(~torch.ones(12, 12).tril().bool(), -1e9)
-    soft = bias + torch.linspace(0, 1, 12, dtype=torch.float64)
-    stock = [model(input_ids=ids, attention_mask=mask, use_cache=False).logits for mask in (bias, soft)]
-    cache = OscarCache(artifact_for(model), model)
-    for mask, expected in zip((bias, soft), stock, strict=True):
-        assert (model(input_ids=ids, attention_mask=mask, use_cache=False).logits - expected).abs().max() < 1e-12
-    with pytest.raises(NotImplementedError, match="bias in the attention mask"):
-        model(input_ids=ids, attention_mask=soft, **{cache_argument(type(model).forward): cache})
-
-
-def test_a_block_diagonal_mask_is_no_padding():
-    model = tiny_model("llama", dtype=torch.float64)
-    name = cache_argument(type(model).forward)
-    mask = torch.ones(12, 12).tril().bool()
-    mask[6:, :6] = False
-    later = {"attention_mask": torch.ones(1, 1, 1, 13).bool(), "position_ids": torch.tensor([[12]])}
-    outputs = []
-    for cache in (DynamicCache(config=model.config), OscarCache(artifact_for(model), model, sink=64, recent=64)):
-        model(input_ids=prompt(12), attention_mask=mask[None, None], **{name: cache})
-        outputs.append(model(input_ids=prompt(1, seed=2), **later, **{name: cache}).logits)
-    assert torch.equal(*outputs)
-
-
-def test_a_cache_is_no_part_of_a_graph():
-    model = tiny_model("llama")
-    cache = OscarCache(artifact_for(model), model)
-    model(input_ids=prompt(20), **{cache_argument(type(model).forward): cache})
-    assert not cache.stores[0].windows["ring_k"].requires_grad
-    assert copy.deepcopy(cache).get_seq_length() == 20

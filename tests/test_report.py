@@ -206,7 +206,7 @@ def test_an_artifact_without_a_record_is_checked_as_far_as_it_can_be():
 
     text = corpus.builtin_text("calibration")
     assert set(
-        calibration_paragraphs({"text": text.name, "text_sha256": text.sha256, "held_out_text": "builtin:selection"})
+        calibration_paragraphs({"text": text.name, "text_sha256": text.sha256, "fidelity_text": "builtin:selection"})
     ) == {
         "builtin:calibration",
         "builtin:selection",

@@ -9,15 +9,17 @@ from conftest import random_transform
 from tolerances import INVERSE_FLOAT32, ORTHOGONAL_FLOAT64
 
 from oscar_kv.method.codecs import CodecSpec, make_codec
+from oscar_kv.method.codecs.digits import GAUSS_STEP
 from oscar_kv.method.hadamard import hadamard
 from oscar_kv.method.statistics import LayerMoments, MomentAccumulator
 from oscar_kv.method.transform import (
     TRANSFORMS,
     LayerTransform,
     SideChoice,
+    allocated,
     balanced,
     build_layer,
-    pair,
+    head_side,
     spectral_rotation,
 )
 
@@ -43,7 +45,9 @@ def moments(heads: int, dim: int, **given: torch.Tensor) -> LayerMoments:
     tensors = dict.fromkeys(
         ("query", "key_second", "value_second", "value_sst", "value_scores", "output_metric"), eye
     ) | dict.fromkeys(("key_mean", "value_mean"), zero)
-    return LayerMoments(**{**tensors, **given})
+    tensors |= given
+    plain = {"query_read": "query"} | {f"{s}_read_{n}": f"{s}_{n}" for s in ("key", "value") for n in ("second", "mean")}
+    return LayerMoments(**{read: tensors[name] for read, name in plain.items()} | tensors)
 
 
 def identity_error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -204,13 +208,16 @@ def test_moments_equal_brute_force_over_several_sequences() -> None:
         "value_scores": total["scores"] / rows,
         "output_metric": metric.double(),
     }
+    for name in ("query", "key_second", "key_mean", "value_second", "value_mean"):  # no weights were given
+        side, _, kind = name.partition("_")
+        expected["_".join(filter(None, (side, "read", kind)))] = expected[name]
     assert set(result.tensors()) == set(expected)
     for name, tensor in expected.items():
         torch.testing.assert_close(result.tensors()[name], tensor, rtol=1e-10, atol=1e-12, msg=name)
     mean = expected["key_mean"]
     centred = expected["key_second"] - torch.einsum("hi,hj->hij", mean, mean)
-    torch.testing.assert_close(result.key_spread(True), centred)
-    torch.testing.assert_close(result.key_spread(False), expected["key_second"])
+    torch.testing.assert_close(result.key_side().spread(True), centred)
+    torch.testing.assert_close(result.key_side().spread(False), expected["key_second"])
 
 
 def test_moments_do_not_depend_on_bf16_rounding_of_the_sum() -> None:
@@ -221,7 +228,7 @@ def test_moments_do_not_depend_on_bf16_rounding_of_the_sum() -> None:
         accumulator.add(k, k, k, k)
     result = accumulator.result(torch.eye(4)[None])
     torch.testing.assert_close(result.key_mean, torch.full((1, 4), 600.0).double(), rtol=1e-12, atol=0)
-    assert result.key_spread(True).abs().max() < 1e-6 * 600**2
+    assert result.key_side().spread(True).abs().max() < 1e-6 * 600**2
 
 
 def test_moments_refuse_what_would_poison_them() -> None:
@@ -266,12 +273,13 @@ def test_every_transform_gives_float32_inverse_pairs_and_centres_where_asked(nam
     second = covariances(dim, 1, 2) + mean.unsqueeze(-1) * mean.unsqueeze(-2)
     m = moments(2, dim, key_second=second, key_mean=mean, value_second=second, value_mean=mean)
     mixed = [SideChoice(name, centred=True), SideChoice(name)]
-    layer = build_layer(m, mixed, mixed[::-1], SEARCH, PLAIN)
+    key_codec, value_codec = (CodecSpec("digits"), CodecSpec("digits1")) if name == "allocated" else (SEARCH, PLAIN)
+    layer = build_layer(m, mixed, mixed[::-1], key_codec, value_codec)
     assert {t.dtype for t in layer.tensors().values()} == {torch.float32}
     assert layer.inverse_error() < INVERSE_FLOAT32
     torch.testing.assert_close(layer.key_mean, torch.stack([mean[0], torch.zeros(dim)]).float())
     torch.testing.assert_close(layer.value_mean, torch.stack([torch.zeros(dim), mean[1]]).float())
-    assert (layer.key_codec, layer.value_codec) == (SEARCH, PLAIN)
+    assert (layer.key_codec, layer.value_codec) == (key_codec, value_codec)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
@@ -381,10 +389,66 @@ def test_fault12_a_key_bias_does_no_harm_once_centred(name: str) -> None:
     assert error(ours, both=False) < error(uncentred, both=False) / 10
 
 
-def test_pair_knows_every_transform() -> None:
+def test_one_head_knows_every_transform() -> None:
     spread, target, metric = covariance(16, 1), covariance(16, 2), covariance(16, 3)
-    into = {name: pair(SideChoice(name), spread, target, metric, 1e-3)[0] for name in TRANSFORMS}
+    into = {name: head_side(SideChoice(name), spread, target, metric, 1e-3).into for name in TRANSFORMS}
     torch.testing.assert_close(into["none"], torch.eye(16).double())
     torch.testing.assert_close(into["hadamard"], hadamard(16))
     np.testing.assert_allclose(into["oscar"].numpy(), literal_rotation(target), atol=1e-9)
     torch.testing.assert_close(into["balanced"], balanced(spread, metric, 1.0, 1e-3)[0])
+    torch.testing.assert_close(into["allocated"], allocated(spread, metric, 1.0, 1e-3, True).into)
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "lean"])
+@pytest.mark.parametrize("dim", [16, 24, 64])
+def test_allocated_channels_are_uncorrelated_and_cheapest(dim: int, exact: bool) -> None:
+    spread, metric = covariance(dim, 1), covariance(dim, 3)
+    side = allocated(spread, metric, 1.0, 1e-6, exact)
+    assert side.digits is not None
+    assert side.step is not None
+    assert int(side.digits.sum()) == dim
+    assert bool((side.digits[int(exact) :].diff() <= 0).all())  # strongest first
+    stored = side.into.T @ spread @ side.into
+    read = side.back @ metric @ side.back.T
+    scale = read.diagonal().mean()
+    torch.testing.assert_close(read / scale, torch.eye(dim).double(), atol=1e-3, rtol=0)
+    bands = side.digits[:, None] == side.digits
+    off = stored - torch.diag(stored.diagonal())
+    assert float((off * ~bands).abs().max()) < 1e-3 * float(stored.diagonal().max())
+    for count in range(1, 5):
+        band = side.digits == count
+        if int(band.sum()) > 1:
+            variance = stored.diagonal()[band]
+            expected = GAUSS_STEP[count] * variance.mean().sqrt().expand(int(band.sum()))
+            torch.testing.assert_close(side.step[band], expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(side.into @ side.back, torch.eye(dim).double(), atol=1e-6, rtol=0)
+
+
+def test_allocation_beats_an_even_code_by_the_theory() -> None:
+    """Gaussian keys of a steep spectrum: the expected logit error falls as reverse water-filling says."""
+    dim, tokens = 64, 4000
+    g = torch.Generator().manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(dim, dim, generator=g).double())[0]
+    spread = basis @ torch.diag(torch.logspace(0, -2, dim).double()) @ basis.T
+    metric = covariance(dim, 3)
+    key = (torch.randn(1, tokens, dim, generator=g).double() @ torch.linalg.cholesky(spread).T).float()
+    accumulator = MomentAccumulator(1, dim, dim, 0, "cpu")
+    accumulator.add(torch.randn(1, tokens, dim, generator=g).double() @ torch.linalg.cholesky(metric).T, key, key, key)
+    m = accumulator.result(torch.eye(dim)[None])
+
+    def error(choice: SideChoice, codec: CodecSpec) -> float:
+        layer = build_layer(m, [choice], [SideChoice("hadamard")], codec, SEARCH)
+        e = (layer.requantize(key, key)[0] - key)[0].double()
+        return float(((e @ metric) * e).sum())
+
+    even = min(error(SideChoice("balanced"), SEARCH), error(SideChoice("hadamard"), SEARCH))
+    assert error(SideChoice("allocated"), CodecSpec("digits")) < 0.6 * even
+    assert error(SideChoice("allocated"), CodecSpec("digits1")) < 0.65 * even
+
+
+def test_transforms_and_codecs_must_go_together() -> None:
+    m = moments(2, 16)
+    with pytest.raises(ValueError, match=r"keys: transform 'allocated1' does not go with codec 'int2'"):
+        build_layer(m, [SideChoice("allocated")] * 2, [NONE] * 2, SEARCH, SEARCH)
+    with pytest.raises(ValueError, match=r"values: transform 'none' does not go with codec 'digits'"):
+        build_layer(m, [NONE] * 2, [NONE] * 2, SEARCH, CodecSpec("digits"))

@@ -58,6 +58,19 @@ def evaluate(root: Path, model: Any, *more: Any) -> list[Any]:
     return ["eval", model, "--artifact", root / "artifact", *EVALUATION, *more]
 
 
+def retrieve(root: Path, *more: Any) -> list[Any]:
+    return ["retrieval", root / "model", "--artifact", root / "artifact", "--tasks", "copyback", *more]
+
+
+def calibration_text(root: Path) -> Path:
+    """A file that holds what a calibration on the built-in text reads."""
+    from oscar_kv.calibration import corpus
+
+    path = root / "calibration.txt"
+    path.write_text("Something else.\n\n" + corpus.builtin_text("calibration").content, encoding="utf-8")
+    return path
+
+
 CASES: dict[str, tuple[Callable[[Path], list[Any]], list[str]]] = {
     "missing model file": (lambda r: ["inspect", r / "nowhere.gguf"], ["nowhere.gguf", "no such file"]),
     "missing text file": (
@@ -105,10 +118,6 @@ CASES: dict[str, tuple[Callable[[Path], list[Any]], list[str]]] = {
         lambda r: evaluate(r, nan_model(r), "--text", r / "text.txt", "--allow-overlap"),
         ["NaN or infinity", "check the checkpoint"],
     ),
-    "evaluation on the text of the calibration": (
-        lambda r: evaluate(r, r / "model", "--text", r / "text.txt"),
-        ["text.txt is the text of the calibration itself", "--allow-overlap"],
-    ),
     "evaluation text that is not there": (
         lambda r: evaluate(r, r / "model", "--text", "language:zz"),
         ["no message catalogue", "--text zz=FILE"],
@@ -117,19 +126,31 @@ CASES: dict[str, tuple[Callable[[Path], list[Any]], list[str]]] = {
         lambda r: evaluate(r, r / "model", "--text", r / "text.txt", "--length", "2000"),
         ["text.txt has 1400 tokens", "--length"],
     ),
-    "length beyond the model": (
-        lambda r: evaluate(r, r / "model", "--length", "5000"),
-        ["--length 5000", "at most 4096"],
-    ),
-    "start beyond the window": (lambda r: evaluate(r, r / "model", "--start", "64"), ["--start 64", "at most 62"]),
     "unknown dtype": (lambda r: evaluate(r, r / "model", "--dtype", "int3"), ["unknown dtype 'int3'", "bfloat16"]),
     "unusable setting": (lambda r: calibrate(r, r / "model", "--group-size", "2"), ["group_size", "at least 4"]),
-    "folder that is no artifact": (lambda r: ["verify", r / "model"], ["not an artifact", "oscar.json"]),
+    "folder that is no artifact": (lambda r: ["verify", r], ["not an artifact", "oscar.json"]),
     "artifact that is missing": (
         lambda r: evaluate(r / "no", r / "model"),
         ["no such artifact folder", "oscar calibrate"],
     ),
     "layers per layer with auto": (lambda r: calibrate(r, r / "model", "--per-layer"), ["auto", "--method oscar"]),
+    "artifact where a model belongs": (
+        lambda r: ["inspect", r / "artifact"],
+        ["artifact is an artifact, not a model", "--artifact", "oscar verify"],
+    ),
+    "model where an artifact belongs": (
+        lambda r: ["generate", r / "model", "--artifact", r / "model", "--prompt", "a"],
+        ["--artifact", "model is a model, not an artifact", "oscar calibrate"],
+    ),
+    "model and artifact swapped": (
+        lambda r: ["generate", r / "artifact", "--artifact", r / "model", "--prompt", "a"],
+        ["is a model, not an artifact"],
+    ),
+    "model to verify": (lambda r: ["verify", r / "model"], ["error: /", "is a model, not an artifact", "oscar calibrate"]),
+    "model to export": (
+        lambda r: ["export-rotations", r / "model", "-o", r / "out"],
+        ["is a model, not an artifact"],
+    ),
     "rotation file that is text": (
         lambda r: ["import-rotations", "--k", r / "text.txt", "--v", r / "text.txt", "-o", r / "out"],
         ["text.txt", "torch.save"],
@@ -149,6 +170,85 @@ def test_one_clear_line_and_status_2(case: str, place: Path) -> None:
     assert "Traceback" not in result.output
     for word in words:
         assert word in errors[0]
+    assert not (place / "out").exists()
+
+
+EARLY: dict[str, tuple[Callable[[Path], list[Any]], list[str]]] = {
+    "device that is no device": (lambda r: evaluate(r, r / "model", "--device", "gpu"), ["--device gpu", "usable: auto"]),
+    "device without numbers": (lambda r: calibrate(r, r / "model", "--device", "meta"), ["--device meta", "cpu"]),
+    "device that is not there": (
+        lambda r: ["generate", r / "model", "--artifact", r / "artifact", "--prompt", "a", "--device", "cuda:77"],
+        ["--device cuda:77 cannot be used here", "usable: auto, balanced, cpu"],
+    ),
+    "dtype of the demo": (lambda r: ["demo", "--model", r / "model", "-o", r / "out", "--dtype", "int3"], ["int3"]),
+    "windows beyond the text": (
+        lambda r: evaluate(r, r / "model", "--text", r / "text.txt", "--windows", "50"),
+        ["text.txt has 1400 tokens", "50 windows"],
+    ),
+    "evaluation on the text of the calibration": (
+        lambda r: evaluate(r, r / "model", "--text", r / "text.txt"),
+        ["text.txt is the text of the calibration itself", "--allow-overlap"],
+    ),
+    "text of the calibration to come": (
+        lambda r: ["eval", r / "model", *EVALUATION, "--tokens", "512", "--seq-len", "128", "--text", calibration_text(r)],
+        ["of calibration.txt are also in builtin:calibration", "--allow-overlap"],
+    ),
+    "chat without a template": (lambda r: evaluate(r, r / "model", "--text", "chat"), ["no chat template"]),
+    "no windows for what is not measured": (
+        lambda r: evaluate(r, r / "model", "--methods", "dense,naive", "--without-windows", "oscar"),
+        ["--without-windows oscar", "must be one of --methods"],
+    ),
+    "recent window within a block": (
+        lambda r: ["eval", r / "wide", *EVALUATION, "--methods", "kivi", "--recent", "31"],
+        ["kivi codes 32 tokens at once", "--recent 32"],
+    ),
+    "heads within a block": (lambda r: evaluate(r, r / "model", "--methods", "kivi"), ["kivi", "layer 0 has keys of 16"]),
+    "unknown task": (lambda r: retrieve(r, "--tasks", "copyback,magic"), ["unknown task 'magic'", "niah_number"]),
+    "no sample": (lambda r: retrieve(r, "--samples", "0"), ["one sample"]),
+    "length that is no number": (lambda r: retrieve(r, "--lengths", "256,1k"), ["--lengths 256,1k", "whole numbers"]),
+    "length without room": (lambda r: retrieve(r, "--lengths", "40"), ["copyback", "use a longer length"]),
+    "prompts beyond the model": (lambda r: retrieve(r, "--lengths", "5000"), ["do not fit the model's 4096 positions"]),
+    "no window": (lambda r: evaluate(r, r / "model", "--windows", "0"), ["at least one window"]),
+    "window of nothing": (lambda r: evaluate(r, r / "model", "--length", "0"), ["--length must be at least 4, got 0"]),
+    "window beyond the model": (lambda r: evaluate(r, r / "model", "--length", "5000"), ["at most 4096"]),
+    "start beyond the window": (lambda r: evaluate(r, r / "model", "--start", "64"), ["--start 64", "at most 62"]),
+    "start before the window": (lambda r: evaluate(r, r / "model", "--start", "-1"), ["--start -1", "from 0"]),
+    "verified window of nothing": (
+        lambda r: ["verify", r / "artifact", "--model", r / "model", "--length", "1"],
+        ["--length must be at least 4, got 1"],
+    ),
+    "measured window of the demo": (
+        lambda r: ["demo", "--model", r / "model", "-o", r / "out", "--length", "3"],
+        ["--length must be at least 4, got 3"],
+    ),
+    "demo beyond the model": (
+        lambda r: ["demo", "--model", r / "model", "-o", r / "out", "--prompt-tokens", "4096"],
+        ["4096 prompt tokens and 32 new ones", "at most 4096"],
+    ),
+    "sequences within the sink": (lambda r: calibrate(r, r / "model", "--seq-len", "5"), ["4 sink tokens", "--seq-len"]),
+    "too few tokens": (lambda r: calibrate(r, r / "model", "--tokens", "10"), ["10 tokens are too few"]),
+    "too few tokens for an evaluation": (
+        lambda r: ["eval", r / "model", *EVALUATION, "--tokens", "10"],
+        ["10 tokens are too few"],
+    ),
+    "prompt beyond the model": (
+        lambda r: ["generate", r / "model", "--artifact", r / "artifact", "--prompt", "a", "--max-new-tokens", "5000"],
+        ["do not fit"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(EARLY))
+def test_refused_before_the_weights_are_read(case: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: Any, **__: Any) -> None:
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr("oscar_kv.loading.load_model", read)
+    make, words = EARLY[case]
+    result = CliRunner().invoke(app, [str(a) for a in make(place)])
+    assert result.exit_code == 2, result.output
+    for word in words:
+        assert word in result.stderr.splitlines()[-1]
     assert not (place / "out").exists()
 
 

@@ -50,7 +50,7 @@ def run(name: str, path: str, texts: list[Text], windows: int, length: int, out:
         began = time.time()
         cut = spread_windows(tokenize(tokenizer, text), length, windows, prefix(tokenizer), text.name)
         result = evaluate(model, geometry, cut, methods, CONFIG, text, name=name)
-        result["calibration"] = artifact.provenance
+        result["calibration"] = {k: v for k, v in artifact.provenance.items() if k != "paragraphs"}
         result["choices"] = {
             i: {side: entry[side] for side in ("key_choice", "value_choice")} for i, entry in artifact.summary.items()
         }

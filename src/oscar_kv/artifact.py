@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +17,18 @@ import torch
 from torch import Tensor
 
 from .config import OscarConfig
-from .errors import InputError
-from .geometry import ModelGeometry, first_difference, model_geometry
-from .method.codecs import CodecSpec
+from .description import FORMAT_VERSION, LayerEntry, parse_description, read_description
+from .files import DESCRIPTION, MOMENTS, TRANSFORMS, ArtifactError, finite, holds_artifact, replacing_folder, write_text
+from .geometry import PACKED, ModelGeometry, first_difference, model_geometry
+from .method.codecs import has_layout, make_codec
 from .method.statistics import LayerMoments
-from .method.transform import TENSORS, LayerTransform
+from .method.transform import MATRICES, TENSORS, LayerTransform
 
-FORMAT_VERSION = 1
-TRANSFORMS, DESCRIPTION, MOMENTS = "transforms.safetensors", "oscar.json", "moments.safetensors"
+__all__ = ["DESCRIPTION", "FORMAT_VERSION", "INVERSE_TOLERANCE", "MOMENTS", "TRANSFORMS", "Artifact", "ArtifactError"]
+__all__ += ["load_moments", "replacing_folder", "write_text"]
+
 # The inverse pairs must multiply to the identity to this, in float64 from the stored float32.
 INVERSE_TOLERANCE = 1e-5
-
-
-class ArtifactError(InputError):
-    """An artifact that cannot be used; the message names the file and what is wrong with it."""
 
 
 @dataclass
@@ -61,27 +57,44 @@ class Artifact:
 
     # -- save --------------------------------------------------------------------------------------------------
 
-    def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the folder, replacing an earlier artifact there.
+    def save(self, folder: str | os.PathLike[str], *, overwrite: bool = True) -> Path:
+        """Write the folder, whole or not at all.
+
+        Args:
+            folder: where; what a symbolic link points to, if it is one.
+            overwrite: replace an artifact that is there (logged at level INFO), and nothing but an artifact.
+
+        Returns:
+            The folder.
 
         Raises:
-            ArtifactError: the target exists and is not an artifact.
-            OSError: the target cannot be written.
+            ArtifactError: the target holds something else, or an artifact and ``overwrite`` is False; or a field of this
+                artifact is of a kind that could not be loaded again. Nothing was touched.
+            OSError: the target cannot be written; an earlier artifact is still there.
         """
         from safetensors.torch import save_file
 
+        if not overwrite and holds_artifact(folder):
+            raise ArtifactError(f"{folder} already holds an artifact; overwrite=True replaces it")
+        text = json.dumps(self.description(), indent=2, allow_nan=False) + "\n"
+        parse_description(text, Path(folder) / DESCRIPTION)
         with replacing_folder(folder) as partial:
             tensors = {f"layers.{i}.{name}": t for i, tr in self.layers.items() for name, t in tr.tensors().items()}
-            save_file({k: v.detach().cpu().float().contiguous() for k, v in tensors.items()}, partial / TRANSFORMS)
+            save_file(
+                {k: v.detach().to("cpu", torch.float32, copy=True).contiguous() for k, v in tensors.items()},
+                partial / TRANSFORMS,
+            )
             if self.moments is not None:
                 sums = {f"layers.{i}.{n}": t for i, m in self.moments.items() for n, t in m.tensors().items()}
-                save_file({k: v.detach().cpu().double().contiguous() for k, v in sums.items()}, partial / MOMENTS)
-            (partial / DESCRIPTION).write_text(json.dumps(self.description(), indent=2) + "\n", encoding="utf-8")
+                save_file(
+                    {k: v.detach().to("cpu", torch.float64, copy=True).contiguous() for k, v in sums.items()}, partial / MOMENTS
+                )
+            (partial / DESCRIPTION).write_text(text, encoding="utf-8")
         return Path(folder)
 
     def description(self) -> dict[str, Any]:
-        """The content of ``oscar.json``."""
-        return {
+        """The content of ``oscar.json``; what was measured and is not finite is null there."""
+        content: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
             "method": self.method,
             "config": self.config.to_dict(),
@@ -100,47 +113,49 @@ class Artifact:
             "fidelity": self.fidelity,
             "summary": self.summary,
         }
+        measured: dict[str, Any] = finite(content)
+        return measured
 
     # -- load --------------------------------------------------------------------------------------------------
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str], *, moments: bool = False) -> Artifact:
+    def load(cls, folder: str | os.PathLike[str], *, moments: bool = False, check: bool = True) -> Artifact:
         """Read a folder.
 
         Args:
             folder: what :meth:`save` wrote.
             moments: also read the second moments.
+            check: refuse tensors that are not finite; False leaves them to :meth:`problems`.
 
         Raises:
-            ArtifactError: the folder is missing, incomplete, damaged, or of a newer format.
+            ArtifactError: the folder is missing, incomplete, damaged, or of another format; names the file and the field.
         """
         root = Path(folder)
-        description = _read_description(root)
-        tensors = _read_tensors(root / TRANSFORMS)
-        layers = {}
-        for key, entry in description["layers"].items():
-            index = int(key)
-            parts = {name: _tensor(tensors, f"layers.{index}.{name}", entry, root) for name in TENSORS}
-            layers[index] = LayerTransform(
-                **parts,
-                key_codec=CodecSpec(**entry["key_codec"]),
-                value_codec=CodecSpec(**entry["value_codec"]),
-            )
-        expected = {f"layers.{i}.{name}" for i in layers for name in TENSORS}
+        description = read_description(root)
+        path = root / TRANSFORMS
+        tensors = _read_tensors(path)
+        layers = {i: _layer(tensors, i, entry, root, check) for i, entry in description.layers.items()}
+        expected = {f"layers.{i}.{name}" for i, t in layers.items() for name in t.tensors()}
         if extra := sorted(set(tensors) - expected):
-            raise ArtifactError(f"{root / TRANSFORMS}: tensor {extra[0]!r} belongs to no layer of {DESCRIPTION}")
-        packed = [e["index"] for e in description["fingerprint"].get("layers", []) if e["decision"] == "packed"]
+            raise ArtifactError(f"{path}: tensor {extra[0]!r:.60} belongs to no layer of {DESCRIPTION}")
+        packed = [e["index"] for e in description.fingerprint.get("layers", []) if e["decision"] == PACKED]
         if missing := sorted(set(packed) - set(layers)):
             raise ArtifactError(f"{root / DESCRIPTION}: layer {missing[0]} of the model has no transform")
+        sums = load_moments(root, check=check) if moments else None
+        if sums is not None:
+            for i, t in layers.items():
+                found = _sizes(sums[i]) if i in sums else "missing"
+                if found != (t.num_kv_heads, t.key_dim, t.value_dim):
+                    raise ArtifactError(f"{root / MOMENTS}: layer {i}: moments are {found}, unlike its transform")
         return cls(
             layers=layers,
-            config=OscarConfig(**description["config"]),
-            method=description["method"],
-            fingerprint=description["fingerprint"],
-            provenance=description["provenance"],
-            fidelity=description["fidelity"],
-            summary=description["summary"],
-            moments=load_moments(root) if moments else None,
+            config=description.config,
+            method=description.method,
+            fingerprint=description.fingerprint,
+            provenance=description.provenance,
+            fidelity=description.fidelity,
+            summary=description.summary,
+            moments=sums,
         )
 
     # -- check -------------------------------------------------------------------------------------------------
@@ -210,8 +225,8 @@ class Artifact:
         return bits / elements
 
 
-def load_moments(folder: str | os.PathLike[str]) -> dict[int, LayerMoments]:
-    """The second moments saved beside an artifact, by layer id.
+def load_moments(folder: str | os.PathLike[str], *, check: bool = True) -> dict[int, LayerMoments]:
+    """The second moments saved beside an artifact, by layer id; ``check`` refuses what is not finite.
 
     Raises:
         ArtifactError: there are none, or they are damaged.
@@ -219,73 +234,30 @@ def load_moments(folder: str | os.PathLike[str]) -> dict[int, LayerMoments]:
     path = Path(folder) / MOMENTS
     if not path.exists():
         raise ArtifactError(f"{path}: no such file; calibrate again to build other methods from moments")
+    names = [f.name for f in fields(LayerMoments)]
     grouped: dict[int, dict[str, Tensor]] = {}
     for name, tensor in _read_tensors(path).items():
-        _, index, kind = name.split(".")
-        grouped.setdefault(int(index), {})[kind] = tensor
-    try:
-        return {i: LayerMoments(**tensors) for i, tensors in sorted(grouped.items())}
-    except TypeError as error:
-        raise ArtifactError(f"{path}: incomplete ({error})") from error
+        match = re.fullmatch(rf"layers\.(0|[1-9][0-9]{{0,5}})\.({'|'.join(names)})", name)
+        if match is None:
+            raise ArtifactError(f"{path}: tensor {name!r:.60} is not a moment of a layer")
+        grouped.setdefault(int(match[1]), {})[match[2]] = tensor
+    moments = {}
+    for i, tensors in sorted(grouped.items()):
+        if missing := [name for name in names if name not in tensors]:
+            raise ArtifactError(f"{path}: incomplete (tensor 'layers.{i}.{missing[0]}' is missing)")
+        moments[i] = LayerMoments(**tensors)
+        heads, key_dim, value_dim = _sizes(moments[i])
+        for name, tensor in tensors.items():
+            dim = key_dim if name.startswith(("query", "key")) else value_dim
+            shape = (heads, dim) if name.endswith("_mean") else (heads, dim, dim)
+            _check_tensor(tensor, shape, torch.float64, f"layers.{i}.{name}", path, check)
+    return moments
 
 
-@contextmanager
-def replacing_folder(folder: str | os.PathLike[str], marker: str = DESCRIPTION) -> Iterator[Path]:
-    """A new folder beside the target, moved into its place at the end, or removed if anything goes wrong.
-
-    Raises:
-        ArtifactError: the target exists, is not empty and does not hold the ``marker`` file.
-    """
-    target = Path(folder)
-    if target.exists() and not target.is_dir():
-        raise ArtifactError(f"{target} exists and is not a folder")
-    if target.is_dir() and any(target.iterdir()) and not (target / marker).exists():
-        raise ArtifactError(f"{target} exists and holds no {marker}: choose another folder, nothing was overwritten")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        yield partial
-        retired = target.with_name(f".{target.name}.{os.getpid()}.old")
-        if target.exists():
-            target.rename(retired)
-        partial.rename(target)
-        shutil.rmtree(retired, ignore_errors=True)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def write_text(path: str | os.PathLike[str], text: str) -> Path:
-    """Write a file under a temporary name, then move it into place."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
-    return target
-
-
-def _read_description(root: Path) -> dict[str, Any]:
-    path = root / DESCRIPTION
-    if not root.is_dir():
-        raise ArtifactError(f"{root}: no such artifact folder; `oscar calibrate MODEL -o {root}` makes one")
-    if not path.exists():
-        raise ArtifactError(f"{root} is not an artifact: it has no {DESCRIPTION}")
-    try:
-        description: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        version = description["format_version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(f"{path}: not a valid description ({error})") from error
-    if version != FORMAT_VERSION:
-        raise ArtifactError(f"{path}: format version {version}, this release reads {FORMAT_VERSION}; upgrade oscar-kv")
-    for key in ("method", "config", "layers", "fingerprint", "provenance", "fidelity", "summary"):
-        if key not in description:
-            raise ArtifactError(f"{path}: field {key!r} is missing")
-    return description
+def _sizes(moments: LayerMoments) -> tuple[int, int, int]:
+    """KV heads and head dims; moments of any other form than theirs have none of these."""
+    key, value = moments.key_mean.shape, moments.value_mean.shape
+    return (key[0], key[1], value[1]) if len(key) == len(value) == 2 else (0, 0, 0)
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
@@ -296,17 +268,40 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise ArtifactError(f"{path}: no such file")
     try:
         tensors: dict[str, Tensor] = load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise ArtifactError(f"{path}: damaged or not a safetensors file ({error})") from error
     return tensors
 
 
-def _tensor(tensors: dict[str, Tensor], name: str, entry: dict[str, Any], root: Path) -> Tensor:
-    if name not in tensors:
-        raise ArtifactError(f"{root / TRANSFORMS}: tensor {name!r} is missing")
-    dim = entry["key_dim"] if name.rsplit(".", 1)[1] in ("key_in", "query_in", "key_mean") else entry["value_dim"]
-    shape = (entry["num_kv_heads"], dim) + (() if name.endswith("_mean") else (dim,))
-    tensor = tensors[name]
-    if tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
-        raise ArtifactError(f"{root / TRANSFORMS}: {name!r} is {tensor.dtype} {tuple(tensor.shape)}, expected float32 {shape}")
+def _layer(tensors: dict[str, Tensor], index: int, entry: LayerEntry, root: Path, check: bool) -> LayerTransform:
+    """One layer's transform, with the sizes its description says and codecs that exist for them."""
+    parts = {}
+    codecs = {"key": (entry.key_codec, entry.key_dim), "value": (entry.value_codec, entry.value_dim)}
+    layouts = [f"{side}_{kind}" for side, (spec, _) in codecs.items() if has_layout(spec) for kind in ("digits", "step")]
+    for kind in (*TENSORS, *layouts):
+        name = f"layers.{index}.{kind}"
+        if name not in tensors:
+            raise ArtifactError(f"{root / TRANSFORMS}: tensor {name!r} is missing")
+        dim = entry.value_dim if kind.startswith(("value", "output")) else entry.key_dim
+        shape = (entry.num_kv_heads, dim) + ((dim,) if kind in MATRICES else ())
+        parts[kind] = _check_tensor(tensors[name], shape, torch.float32, name, root / TRANSFORMS, check)
+    for side, (spec, dim) in codecs.items():
+        try:
+            make_codec(spec, dim)
+        except ValueError as error:
+            raise ArtifactError(f"{root / DESCRIPTION}: layers.{index}.{side}_codec: {error}") from error
+    transform = LayerTransform(**parts, key_codec=entry.key_codec, value_codec=entry.value_codec)
+    try:
+        transform.codecs()
+    except ValueError as error:
+        raise ArtifactError(f"{root / TRANSFORMS}: layers.{index}: {error}") from error
+    return transform
+
+
+def _check_tensor(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str, path: Path, check: bool) -> Tensor:
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+        found, expected = (str(d).removeprefix("torch.") for d in (tensor.dtype, dtype))
+        raise ArtifactError(f"{path}: {name!r} is {found} {tuple(tensor.shape)}, expected {expected} {shape}")
+    if check and not torch.isfinite(tensor).all():
+        raise ArtifactError(f"{path}: {name!r} is not finite (holds NaN or infinity); calibrate again")
     return tensor

@@ -78,7 +78,7 @@ class AttentionCall:
 
 
 Observer = Callable[[AttentionCall], tuple[Tensor, "Tensor | None"]]
-_observers: list[Observer] = []
+_observers: dict[int, Observer] = {}  # by id of the modules they observe
 
 
 def eager_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
@@ -115,9 +115,8 @@ def oscar_attention(
     if handle is not None:
         result: tuple[Tensor, Tensor | None] = handle.attend(call)
         return result
-    if _observers:
-        return _observers[-1](call)
-    return call.base()
+    observer = _observers.get(id(module))
+    return call.base() if observer is None else observer(call)
 
 
 def oscar_mask(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -160,14 +159,22 @@ def use_oscar(model: Any) -> None:
 
 @contextmanager
 def intercepted(model: Any, observer: Observer) -> Iterator[None]:
-    """Within this context ``observer`` answers every attention call of the model; afterwards all is as before."""
+    """Within this context ``observer`` answers every attention call of the model; afterwards all is as before.
+
+    Raises:
+        RuntimeError: the model is being observed already (another thread calibrates or evaluates it). Other models are free.
+    """
+    modules = [id(module) for module in model.modules()]
+    if not _observers.keys().isdisjoint(modules):
+        raise RuntimeError("this model is being calibrated or evaluated already: finish that first, or load it twice")
     before = decoder_config(model)._attn_implementation
-    use_oscar(model)
-    _observers.append(observer)
+    _observers.update(dict.fromkeys(modules, observer))
     try:
+        use_oscar(model)
         yield
     finally:
-        _observers.remove(observer)
+        for module in modules:
+            del _observers[module]
         if before != NAME and before is not None:
             model.set_attn_implementation(before)
 

@@ -19,6 +19,8 @@ class OscarConfig:
         slack: further dense copies kept behind the recent window, so that ``crop`` by up to this many tokens
             leaves no trace. Costs memory; 0 where nothing is ever cropped.
         page_size: tokens per page of the packed store.
+        key_codec: codec that ``auto`` stores keys with.
+        value_codec: the same for values.
         key_clip: rank-clip ratio of the published recipe for keys (0 = off). Used by ``--method oscar`` only.
         value_clip: the same for values.
         tokens: calibration tokens.
@@ -34,6 +36,8 @@ class OscarConfig:
     recent: int = 256
     slack: int = 64
     page_size: int = 64
+    key_codec: str = "digits"
+    value_codec: str = "int2"
     key_clip: float = 0.96
     value_clip: float = 0.92
     tokens: int = 32_768

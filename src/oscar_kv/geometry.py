@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .errors import InputError
@@ -46,7 +46,12 @@ class LayerGeometry:
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """All layers of a decoder, its fingerprint, and whether it can be served at all."""
+    """All layers of a decoder, its fingerprint, and whether it can be served at all.
+
+    Attributes:
+        layers: by index; those of a model that is refused as a whole are all "refused".
+        refusal: why nothing of this model is packed; empty if something is.
+    """
 
     architecture: str
     model_type: str
@@ -64,9 +69,6 @@ class ModelGeometry:
         """Raise InputError with the reason if nothing of this model can be packed."""
         if self.refusal:
             raise InputError(f"{self.architecture}: {self.refusal}")
-        if not self.packed:
-            reasons = sorted({f"{layer.kind}: {layer.reason}" for layer in self.layers})
-            raise InputError(f"{self.architecture}: no layer can be packed ({'; '.join(reasons)})")
 
     def fingerprint(self) -> dict[str, Any]:
         """What an artifact must agree with: architecture, geometry, RoPE, and a hash over them."""
@@ -100,6 +102,14 @@ _DECISIONS = {
     "mla": (REFUSED, "multi-head latent attention caches a compressed latent, not keys and values"),
     "other": (REFUSED, "a cache layout of its own that this version does not know"),
 }
+# Classes that declare the attention interface and still cannot be packed, by model type; a test runs each of them.
+_UNSUPPORTED = {
+    "diffllama": "differential attention swaps halves of the values between cache and attention",
+    "doge": "adds a learned bias to the attention mask, which the packed tier does not know",
+    "jetmoe": "repeats keys and values for its experts between cache and attention",
+    "minimax": "generates with a cache class of its own, which no other can stand for",
+}
+_LEFT_TO_RIGHT = {None, False, "vision"}  # use_bidirectional_attention; "vision": among the tokens of one image alone
 
 
 def model_geometry(config: Any) -> ModelGeometry:
@@ -109,14 +119,21 @@ def model_geometry(config: Any) -> ModelGeometry:
         config: ``PreTrainedConfig`` of a causal LM (or of a multimodal model with a text decoder).
     """
     text = config.get_text_config(decoder=True)
+    layers = tuple(_layers(text))
+    refusal = _refusal(config, text)
+    if refusal:
+        layers = tuple(replace(layer, decision=REFUSED, reason=refusal) for layer in layers)
+    elif not any(layer.packed for layer in layers):
+        reasons = "; ".join(sorted({f"{layer.kind}: {layer.reason}" for layer in layers}))
+        refusal = f"no layer can be packed ({reasons or 'transformers lays out no cache for this config'})"
     return ModelGeometry(
         architecture=_architecture(config),
         model_type=str(getattr(text, "model_type", "")),
-        layers=tuple(_layers(text)),
+        layers=layers,
         rope=_plain(getattr(text, "rope_parameters", None) or {}),
         hidden_size=int(getattr(text, "hidden_size", 0)),
         vocab_size=int(getattr(text, "vocab_size", 0)),
-        refusal=_refusal(config),
+        refusal=refusal,
     )
 
 
@@ -144,20 +161,43 @@ def _layers(text: Any) -> list[LayerGeometry]:
     return layers
 
 
-def _refusal(config: Any) -> str:
+def _refusal(config: Any, text: Any) -> str:
+    """Why a model cannot be served whatever its layers are; empty if it can. ``text`` is the config of its decoder."""
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder-decoder model; only decoder-only causal language models are supported"
+    model_class = causal_lm_class(config)
+    if model_class is None:
+        return "transformers has no causal language model for this config"
+    if reason := _not_causal(text, model_class):
+        return reason
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", "") == "alibi":
         return "ALiBi adds a bias to each logit, which the packed tier does not know"
     from transformers import cache_utils
 
-    if getattr(config.get_text_config(decoder=True), "num_kv_shared_layers", 0) and not hasattr(cache_utils, "DummyLayer"):
+    if getattr(text, "num_kv_shared_layers", 0) and not hasattr(cache_utils, "DummyLayer"):
         return "layers share keys in a way that this release of transformers does not tell; upgrade transformers"
-    model_class = causal_lm_class(config)
-    if model_class is None:
-        return "transformers has no causal language model for this config"
+    if reason := _UNSUPPORTED.get(str(getattr(text, "model_type", "")), ""):
+        return reason
     if not getattr(model_class, "_supports_attention_backend", False):
-        return f"{model_class.__name__} does not route attention through transformers' attention interface"
+        return "its class does not declare transformers' attention interface (`_supports_attention_backend`)"
+    return ""
+
+
+def _not_causal(text: Any, model_class: Any) -> str:
+    """Why tokens of this model see later ones; empty for a decoder.
+
+    ``is_decoder`` says it only for classes that are encoders by default: those that also have a masked-language model, and
+    BertGeneration. Others carry the field unread (GPT-NeoX masks causally with ``is_decoder=False``).
+    """
+    from transformers import AutoModelForMaskedLM
+
+    if getattr(text, "is_causal", None) is False:  # transformers then builds a bidirectional mask, whatever the class
+        return "its config says is_causal=False: every token sees the later ones, so there is no history to keep"
+    if getattr(text, "use_bidirectional_attention", None) not in _LEFT_TO_RIGHT:
+        return "its config says use_bidirectional_attention: every token sees the later ones, so there is no history to keep"
+    encoder = type(text) in AutoModelForMaskedLM._model_mapping or model_class.__name__ == "BertGenerationDecoder"
+    if encoder and getattr(text, "is_decoder", None) is False:
+        return "an encoder (its config says is_decoder=False): every token sees the later ones, so there is no history to keep"
     return ""
 
 

@@ -89,6 +89,8 @@ def load_model(
             loaded = loaded.to(place)
         except (RuntimeError, AssertionError) as error:
             raise InputError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    if "gguf_file" in extra:  # transformers records the folder, which names no model
+        loaded.config._name_or_path = str(Path(source) / extra["gguf_file"])
     return loaded.eval()
 
 

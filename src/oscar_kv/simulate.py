@@ -51,6 +51,11 @@ def two_tier_attention(call: AttentionCall, transform: Requantizer, sink: int, r
     Returns:
         Output ``[B, T, Hq, Dv]`` in the query's dtype, and None for the weights.
     """
+    with torch.autocast(call.query.device.type, enabled=False):
+        return _two_tier(call, transform, sink, recent), None
+
+
+def _two_tier(call: AttentionCall, transform: Requantizer, sink: int, recent: int) -> Tensor:
     dtype = torch.promote_types(call.query.dtype, torch.float32)
     coded_key, coded_value = (t.to(dtype) for t in transform.requantize(call.key, call.value))
     key, value = call.key.to(dtype), call.value.to(dtype)
@@ -61,11 +66,11 @@ def two_tier_attention(call: AttentionCall, transform: Requantizer, sink: int, r
     output = query.new_empty(*query.shape[:-1], value.shape[-1])
     for lo in range(0, tokens, QUERY_BLOCK):
         block = slice(lo, min(tokens, lo + QUERY_BLOCK))
-        output[:, :, :, block] = _block(query[:, :, :, block], key, value, coded_key, coded_value, lo, sink, recent, call)
-    return output.reshape(batch, query_heads, tokens, -1).transpose(1, 2).to(call.query.dtype).contiguous(), None
+        output[:, :, :, block] = attend_block(query[:, :, :, block], key, value, coded_key, coded_value, lo, sink, recent, call)
+    return output.reshape(batch, query_heads, tokens, -1).transpose(1, 2).to(call.query.dtype).contiguous()
 
 
-def _block(
+def attend_block(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -195,11 +200,13 @@ class TokenMetrics:
         kl: KL(dense || quantized) of the next-token distribution, nats.
         agree: both put the same token first.
         nll: negative log-likelihood of the true next token under the quantized model, nats.
+        start: first position that was measured; earlier entries are NaN (kl, nll) and False.
     """
 
     kl: Tensor
     agree: Tensor
     nll: Tensor
+    start: int = 0
 
 
 @torch.inference_mode()
@@ -238,7 +245,7 @@ def compare(
     last = len(tokens) - 1
     result = {
         name: TokenMetrics(
-            torch.full((last,), float("nan")), torch.zeros(last, dtype=torch.bool), torch.full((last,), float("nan"))
+            torch.full((last,), float("nan")), torch.zeros(last, dtype=torch.bool), torch.full((last,), float("nan")), start
         )
         for name in methods
     }
@@ -250,9 +257,7 @@ def compare(
             full = torch.log_softmax(head(reference[span]).float(), -1)
             for name, hidden in states.items():
                 log = full if hidden is reference else torch.log_softmax(head(hidden[span]).float(), -1)
-                kl = torch.where(full == float("-inf"), 0.0, full.exp() * (full - log)).sum(
-                    -1
-                )  # suppressed tokens weigh nothing
+                kl = torch.where(full == float("-inf"), 0.0, full.exp() * (full - log)).sum(-1)  # suppressed tokens weigh 0
                 result[name].kl[span] = kl.clamp_min(0.0).cpu()
                 result[name].agree[span] = (full.argmax(-1) == log.argmax(-1)).cpu()
                 result[name].nll[span] = -log.gather(-1, target[span, None])[:, 0].cpu()

@@ -155,12 +155,15 @@ class PackedStore:
         self.length = end
         self.oldest_copy = max(self.oldest_copy, end - self.ring)
 
+    @torch.inference_mode(False)
     def _allocate(self, key: Tensor, value: Tensor) -> None:
+        """Ordinary tensors even within inference mode, so that the cache can be continued outside it."""
         self.transform = self.transform.to(key.device)
         batch, heads = key.shape[:2]
         for name, size in (("sink", self.config.sink), ("ring", self.ring)):
-            self.windows[f"{name}_k"] = key.new_zeros(batch, heads, size, key.shape[-1])
-            self.windows[f"{name}_v"] = value.new_zeros(batch, heads, size, value.shape[-1])
+            for side, like in (("k", key), ("v", value)):
+                shape = (batch, heads, size, like.shape[-1])
+                self.windows[f"{name}_{side}"] = torch.zeros(shape, dtype=like.dtype, device=like.device)
 
     def _note_padding(self, padding: Tensor | None, start: int, batch: int) -> None:
         if padding is None or not bool(padding.any()):
@@ -170,11 +173,12 @@ class PackedStore:
 
     def _encode(self, key: Tensor, value: Tensor) -> Tensor:
         """``[B, Hkv, T, D]`` and ``[B, Hkv, T, Dv]`` to rows uint8 ``[B, T, Hkv, row_bytes]``."""
-        k, v = self.transform.transform_key(key).float(), self.transform.transform_value(value).float()
-        if self.key_codec is self.value_codec:  # one call encodes both
-            rows = torch.cat(list(self.key_codec.encode(torch.stack([k, v]))), -1)
-        else:
-            rows = torch.cat([self.key_codec.encode(k), self.value_codec.encode(v)], -1)
+        with torch.autocast(key.device.type, enabled=False):
+            k, v = self.transform.transform_key(key).float(), self.transform.transform_value(value).float()
+            if self.key_codec is self.value_codec:  # one call encodes both
+                rows = torch.cat(list(self.key_codec.encode(torch.stack([k, v]))), -1)
+            else:
+                rows = torch.cat([self.key_codec.encode(k), self.value_codec.encode(v)], -1)
         return rows.transpose(1, 2)
 
     def _write_rows(self, column: int, rows: Tensor) -> None:
@@ -183,7 +187,9 @@ class PackedStore:
         while done < rows.shape[1]:
             page, offset = divmod(column + done, size)
             if page == len(self.pages):
-                self.pages.append(rows.new_zeros(rows.shape[0], size, *rows.shape[2:]))
+                with torch.inference_mode(False):
+                    shape = (rows.shape[0], size, *rows.shape[2:])
+                    self.pages.append(torch.zeros(shape, dtype=rows.dtype, device=rows.device))
             count = min(size - offset, rows.shape[1] - done)
             self.pages[page][:, offset : offset + count] = rows[:, done : done + count]
             done += count
@@ -248,6 +254,7 @@ class PackedStore:
         """Repeat each batch row ``repeats`` times, next to each other."""
         self._each(lambda t: t.repeat_interleave(repeats, 0))
 
+    @torch.inference_mode(False)
     def _each(self, change: object) -> None:
         assert callable(change)
         self.pages = [change(page) for page in self.pages]

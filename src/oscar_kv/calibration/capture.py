@@ -10,9 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import AttentionCall, intercepted
+from ..cache.policy import reads_dense
+from ..config import OscarConfig
 from ..errors import InputError
 from ..geometry import ModelGeometry
+from ..method.sensitivity import ReadWeights, read_weights
 from ..method.statistics import LayerMoments, MomentAccumulator
+
+READ_ROWS = 256  # query positions of a sequence at which attention is looked at for the read moments
 
 # Names under which output projections go; the one whose input width fits is taken.
 _OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
@@ -23,7 +28,7 @@ def capture_moments(
     model: Any,
     sequences: Iterable[Tensor],
     geometry: ModelGeometry,
-    sink: int,
+    config: OscarConfig,
     progress: Callable[[int], None] | None = None,
 ) -> dict[int, LayerMoments]:
     """Second moments of every packed layer over some sequences.
@@ -32,7 +37,7 @@ def capture_moments(
         model: causal LM in eval mode.
         sequences: int64 ``[T]`` each.
         geometry: of the model; its packed layers are captured.
-        sink: positions before this one are left out of the key and value moments.
+        config: windows: sinks are left out of the key and value moments, and what is read dense out of the read moments.
         progress: told the number of tokens after each sequence.
 
     Raises:
@@ -48,12 +53,12 @@ def capture_moments(
         if index in wanted:
             if index not in sums:
                 heads, _, dim = call.key.shape[1:]
-                sums[index] = MomentAccumulator(heads, dim, call.value.shape[-1], sink, _sum_device(call.key))
+                sums[index] = MomentAccumulator(heads, dim, call.value.shape[-1], config.sink, _sum_device(call.key))
                 metrics[index] = output_metric(call.module, call.query.shape[1], heads, call.value.shape[-1])
             device = sums[index].query.device
-            parts = (call.query[0], call.key[0], call.value[0], output[0].transpose(0, 1))
+            q, k, v, o = (t.to(device) for t in (call.query[0], call.key[0], call.value[0], output[0].transpose(0, 1)))
             try:
-                sums[index].add(*(part.to(device) for part in parts))
+                sums[index].add(q, k, v, o, weigh(call, metrics[index], config))
             except ValueError as error:
                 raise InputError(
                     f"layer {index}: {error}. The model overflows on this text in {str(call.key.dtype)[6:]}; try "
@@ -72,6 +77,30 @@ def capture_moments(
             "so this model is not supported"
         )
     return {i: _on_cpu(sums[i].result(metrics[i])) for i in sorted(sums)}
+
+
+def weigh(call: AttentionCall, metric: Tensor, config: OscarConfig) -> ReadWeights | None:
+    """Read weights of one sequence at up to ``READ_ROWS`` positions spread over it; None where nothing is read from codes."""
+    tokens, device = call.key.shape[2], call.key.device
+    first = config.sink + config.recent
+    if tokens <= first:
+        return None
+    rows = torch.linspace(first, tokens - 1, min(READ_ROWS, tokens - first), device=device).long()
+    dense = reads_dense(torch.arange(tokens, device=device), rows[:, None], config.sink, config.recent)
+    past = torch.arange(tokens, device=device) <= rows[:, None]
+    weights = read_weights(
+        call.query[0],
+        call.key[0],
+        call.value[0],
+        metric.to(device, torch.float32),
+        rows,
+        ~dense & past,
+        scaling=call.scaling,
+        softcap=call.softcap,
+        sinks=call.sinks,
+    )
+    home = _sum_device(call.key)
+    return ReadWeights(*(t.to(home) for t in (weights.rows, weights.query, weights.key, weights.value)))
 
 
 def _sum_device(tensor: Tensor) -> torch.device:

@@ -45,15 +45,15 @@ def builtin_text(split: str) -> Text:
 
 @cache
 def _builtin() -> dict[str, str]:
-    topics, sources = _topics(), _sources()
+    topics, sources = _topics(), stdlib_sources()
     taken: set[str] = set()  # long lines and paragraphs of earlier splits
     contents = {}
     for split, buckets in SPLITS.items():
-        prose = [(name, _without(text, taken)) for name, text in topics if _bucket(name) in buckets]
+        prose = [(name, _without(text, taken)) for name, text in topics if bucket_of(name) in buckets]
         code = [
             (f"{name}:{i}", piece)
             for name, text in sources
-            if _bucket(name) in buckets
+            if bucket_of(name) in buckets
             for i, piece in enumerate(_pieces(_without(text, taken)))
         ]
         budget = sum(len(text) for _, text in prose)
@@ -86,7 +86,8 @@ def _topics() -> list[tuple[str, str]]:
     return sorted((f"topic/{name}", text) for name, text in topics.items())
 
 
-def _sources() -> list[tuple[str, str]]:
+def stdlib_sources() -> list[tuple[str, str]]:
+    """Name (``source/asyncio/base_events.py``) and content of the standard-library files of the built-in text."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for path in sorted([*folder.glob("*.py"), *folder.glob("asyncio/*.py"), *folder.glob("email/*.py")]):
@@ -109,7 +110,8 @@ def _digest(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()
 
 
-def _bucket(name: str) -> int:
+def bucket_of(name: str) -> int:
+    """Which of the ten buckets of :data:`SPLITS` a document of this name belongs to."""
     return int(_digest(name), 16) % 10
 
 
@@ -192,6 +194,47 @@ def spread_windows(tokens: Tensor, length: int, count: int, start: Sequence[int]
             f"{name} has {len(tokens)} tokens, too few for {count} windows of {length}: give more text, or at most "
             f"{max(1, len(tokens) // count)} as --length"
         )
-    starts = [round(i * (len(tokens) - body) / max(1, count - 1)) for i in range(count)]
+    return _cut(tokens, window_starts(len(tokens), body, count), body, start)
+
+
+def window_starts(tokens: int, body: int, count: int) -> list[int]:
+    """Where ``count`` windows of ``body`` tokens begin that are spread evenly over a text, first and last token included."""
+    return [round(i * (tokens - body) / max(1, count - 1)) for i in range(count)]
+
+
+def windows_beside(
+    tokens: Tensor, length: int, count: int, taken: Sequence[int], start: Sequence[int] = (), name: str = "text", least: int = 2
+) -> list[Tensor]:
+    """Up to ``count`` windows spread over what earlier windows leave of a text, each beginning with ``start``.
+
+    Fewer of them where no more fit, and shorter ones where not even one of ``length`` fits.
+
+    Args:
+        tokens: of the text.
+        length: tokens of a window, ``start`` included.
+        count: windows at most.
+        taken: where the earlier windows begin; they are as long as these.
+        start: tokens before each window.
+        name: of the text, for the message.
+        least: tokens of the text that a window must have.
+
+    Raises:
+        InputError: no room for a window of ``least`` tokens.
+    """
+    body = length - len(start)
+    bounds = zip([0, *(s + body for s in sorted(taken))], [*sorted(taken), len(tokens)], strict=True)
+    gaps = [(lo, hi) for lo, hi in bounds if hi > lo]
+    size = min(body, max((hi - lo for lo, hi in gaps), default=0))
+    if size < min(body, least):
+        raise InputError(
+            f"{name} has {len(tokens)} tokens, and {len(taken)} windows of {length} leave no room for another: use a shorter "
+            "--seq-len, or give more text"
+        )
+    cells = [lo + i * size for lo, hi in gaps for i in range((hi - lo) // size)]
+    count = min(count, len(cells))
+    return _cut(tokens, [cells[(2 * i + 1) * len(cells) // (2 * count)] for i in range(count)], size, start)
+
+
+def _cut(tokens: Tensor, starts: Sequence[int], body: int, start: Sequence[int]) -> list[Tensor]:
     head = torch.tensor(list(start), dtype=torch.int64)
     return [torch.cat([head, tokens[s : s + body]]) for s in starts]

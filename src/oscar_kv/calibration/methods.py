@@ -1,7 +1,8 @@
 """Methods by name, built from saved moments: the baselines, the published recipe, and every fixed setting of ours.
 
 Reserved names are complete recipes: ``naive`` (no transform), ``hadamard`` and ``oscar`` (as published). Anything else is a
-fixed setting spelled ``transform[+centre][+search]``, for example ``balanced0.5+centre+search`` or ``hadamard+search``.
+fixed setting spelled ``transform[+centre][+read][+search]``, for keys and values alike or ``KEYS/VALUES``: for example
+``balanced0.5+centre+search`` or ``allocated0.75+centre+read/balanced1+centre+read+search``.
 """
 
 from __future__ import annotations
@@ -10,27 +11,36 @@ from collections.abc import Callable, Mapping
 
 from ..config import OscarConfig
 from ..errors import InputError
-from ..method.codecs import CodecSpec
+from ..method.codecs import CodecSpec, has_layout
 from ..method.statistics import LayerMoments
-from ..method.transform import LayerTransform, SideChoice, build_layer
+from ..method.transform import TRANSFORMS, LayerTransform, SideChoice, build_layer
 
 RECIPES = ("naive", "none", "hadamard", "oscar")
-MODIFIERS = ("centre", "search", "clip", "head")
+MODIFIERS = ("centre", "read", "search", "clip", "lean")
 
 Moments = Mapping[int, LayerMoments]
 Choose = Callable[[int], list[SideChoice]]
 
-# What "auto" chooses from, for every head and side.
-CANDIDATES = tuple(
-    SideChoice(transform, centred, alpha)
-    for transform, alpha in (("hadamard", 1.0), ("oscar", 1.0), ("balanced", 0.5), ("balanced", 1.0))
-    for centred in (False, True)
+# What "auto" chooses from for a head's keys or values, by codec.
+ALLOCATED = tuple(
+    SideChoice("allocated", centred, alpha, read=True) for alpha in (0.25, 0.5, 0.75, 1.0) for centred in (True, False)
+)
+EVEN = (
+    *(SideChoice(name, False, alpha) for name, alpha in (("hadamard", 1.0), ("balanced", 0.5), ("balanced", 1.0))),
+    *(SideChoice(name, True, alpha) for name, alpha in (("hadamard", 1.0), ("balanced", 0.5), ("balanced", 1.0))),
+    *(SideChoice(name, True, alpha, read=True) for name, alpha in (("hadamard", 1.0), ("balanced", 0.5), ("balanced", 1.0))),
 )
 
 
-def searched(config: OscarConfig) -> CodecSpec:
-    """The codec of ``auto``: scale search, no clip."""
-    return CodecSpec("int2", config.group_size, clip=0.0, search=True)
+def candidates(codec: CodecSpec) -> tuple[SideChoice, ...]:
+    """The choices that go with a codec."""
+    return ALLOCATED if has_layout(codec) else EVEN
+
+
+def auto_codecs(config: OscarConfig) -> tuple[CodecSpec, CodecSpec]:
+    """The codecs of ``auto`` for keys and values: scale search, no clip."""
+    key, value = (CodecSpec(name, config.group_size, clip=0.0, search=True) for name in (config.key_codec, config.value_codec))
+    return key, value
 
 
 def build(
@@ -39,8 +49,8 @@ def build(
     value_choice: Choose,
     config: OscarConfig,
     *,
-    key_codec: CodecSpec | None = None,
-    value_codec: CodecSpec | None = None,
+    key_codec: CodecSpec,
+    value_codec: CodecSpec,
     per_head: bool = True,
     value_objective: str = "sst",
 ) -> dict[int, LayerTransform]:
@@ -50,8 +60,8 @@ def build(
             m,
             key_choice(i),
             value_choice(i),
-            key_codec or searched(config),
-            value_codec or searched(config),
+            key_codec,
+            value_codec,
             per_head=per_head,
             value_objective=value_objective,
             ridge=config.ridge,
@@ -86,27 +96,37 @@ def build_method(
         InputError: unknown name.
     """
     if name in RECIPES:
-        choice = SideChoice("none" if name == "naive" else name)
+        key = value = SideChoice("none" if name == "naive" else name)
         clips = (config.key_clip, config.value_clip) if name == "oscar" else (0.0, 0.0)
         key_codec, value_codec = (CodecSpec("int2", config.group_size, clip, search=False) for clip in clips)
         shared = not per_head
     else:
-        choice, modifiers = parse_choice(name)
-        clips = (config.key_clip, config.value_clip) if "clip" in modifiers else (0.0, 0.0)
-        search = "search" in modifiers
-        key_codec, value_codec = (CodecSpec("int2", config.group_size, clip, search=search) for clip in clips)
+        keys, _, values = name.partition("/")
+        key, key_codec = fixed_side(keys, config.group_size, config.key_clip)
+        value, value_codec = fixed_side(values or keys, config.group_size, config.value_clip)
         shared = per_head is False
-    choose = everywhere(choice, moments)
     return build(
         moments,
-        choose,
-        choose,
+        everywhere(key, moments),
+        everywhere(value, moments),
         config,
         key_codec=key_codec,
         value_codec=value_codec,
         per_head=not shared,
         value_objective=value_objective,
     )
+
+
+def fixed_side(name: str, group_size: int, clip: float) -> tuple[SideChoice, CodecSpec]:
+    """One side of a fixed setting: what to build, and the codec it is stored with.
+
+    Raises:
+        InputError: see :func:`parse_choice`.
+    """
+    choice, modifiers = parse_choice(name)
+    if choice.transform == "allocated":
+        return choice, CodecSpec("digits1" if "lean" in modifiers else "digits", group_size)
+    return choice, CodecSpec("int2", group_size, clip if "clip" in modifiers else 0.0, search="search" in modifiers)
 
 
 def parse_choice(name: str) -> tuple[SideChoice, set[str]]:
@@ -118,16 +138,17 @@ def parse_choice(name: str) -> tuple[SideChoice, set[str]]:
     base, *modifiers = name.split("+")
     unknown = [m for m in modifiers if m not in MODIFIERS]
     alpha = 1.0
-    if base.startswith("balanced"):
-        try:
-            alpha = float(base.removeprefix("balanced") or 1.0)
-        except ValueError:
-            alpha = -1.0
-        base = "balanced"
-    if unknown or base not in ("none", "hadamard", "oscar", "balanced") or not 0.0 <= alpha <= 1.0:
+    for kind in ("balanced", "allocated"):
+        if base.startswith(kind):
+            try:
+                alpha = float(base.removeprefix(kind) or 1.0)
+            except ValueError:
+                alpha = -1.0
+            base = kind
+    if unknown or base not in TRANSFORMS or not 0.0 <= alpha <= 1.0:
         raise InputError(
             f"unknown method {name!r}; known: dense, naive, hadamard, oscar, auto, or a fixed setting such as "
-            "balanced0.5+centre+search (transform none, hadamard, oscar or balanced<alpha in 0..1>, then +centre, +search, "
-            "+clip)"
+            "balanced0.5+centre+search (transform none, hadamard, oscar, balanced<alpha in 0..1> or allocated<alpha>, then "
+            "+centre, +read, +search, +clip, +lean; keys and values apart as KEYS/VALUES)"
         )
-    return SideChoice(base, "centre" in modifiers, alpha), set(modifiers)
+    return SideChoice(base, "centre" in modifiers, alpha, "read" in modifiers), set(modifiers)

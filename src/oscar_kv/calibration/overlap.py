@@ -89,20 +89,27 @@ def without(content: str, taken: Paragraphs) -> str:
 
 
 def calibration_paragraphs(provenance: Mapping[str, Any]) -> dict[str, Paragraphs]:
-    """Of the texts an artifact was calibrated and selected on, by name: as recorded, or of the built-in text where it is that.
+    """Of the texts an artifact was calibrated, selected and measured on, by name: as recorded, or of the built-in text.
 
-    A text that is neither recorded nor built in is missing here.
+    Held-out windows come from the calibration's own text or from the selection part of the built-in text. A text that is
+    neither recorded nor built in is missing here.
     """
     found = {}
     if "paragraphs" in provenance:
         found[str(provenance.get("text", "calibration text"))] = Paragraphs.from_dict(provenance["paragraphs"])
     for split in ("calibration", "selection"):
         text = corpus.builtin_text(split)
-        sources = (provenance.get("text"), provenance.get("held_out_text"), provenance.get("selection_text"))
+        sources = [provenance.get(key) for key in ("text", "selection_text", "fidelity_text")]
         same = split == "selection" or provenance.get("text_sha256") == text.sha256
         if text.name in sources and text.name not in found and same:
             found[text.name] = Paragraphs.of(text)
     return found
+
+
+def builtin_provenance() -> dict[str, Any]:
+    """What :func:`check_overlap` needs to know of a calibration on the built-in text, before it is made."""
+    text, held_out = corpus.builtin_text("calibration"), corpus.builtin_text("selection").name
+    return {"text": text.name, "text_sha256": text.sha256, "selection_text": held_out, "fidelity_text": held_out}
 
 
 def check_overlap(text: Text, provenance: Mapping[str, Any], allow: bool = False) -> tuple[dict[str, Any], list[str]]:
@@ -124,11 +131,12 @@ def check_overlap(text: Text, provenance: Mapping[str, Any], allow: bool = False
     shared = {name: own.shared(other) for name, other in known.items()}
     name = str(provenance.get("text", "an unknown text"))
     problems = [f"{n} of the {own.count} paragraphs of {text.name} are also in {other}" for other, n in shared.items() if n]
-    if not problems and provenance.get("text_sha256") == text.sha256:
+    if provenance.get("text_sha256") == text.sha256:
         problems = [f"{text.name} is the text of the calibration itself"]
     if problems and not allow:
         raise InputError(
-            f"{'; '.join(problems)}, on which this artifact was made: use another text for a fair figure, or --allow-overlap"
+            f"{'; '.join(problems)}, on which this artifact was made or measured: use another text for a fair figure, or "
+            "--allow-overlap"
         )
     warnings = [f"{problem}: not a fair figure" for problem in problems]
     if name not in known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,16 +12,19 @@ import torch
 from torch import Tensor
 
 from ..artifact import Artifact
-from ..config import DEFAULTS, MIN_TOKENS_PER_DIM, WARN_TOKENS, OscarConfig
+from ..config import DEFAULTS, OscarConfig
 from ..errors import InputError
-from ..geometry import ModelGeometry, model_geometry
+from ..geometry import model_geometry
+from ..measures import figures, stacked
 from ..method.statistics import LayerMoments
 from ..method.transform import LayerTransform
-from ..simulate import TokenMetrics, compare
+from ..simulate import compare
 from .capture import capture_moments
-from .corpus import Text, builtin_text, prefix, read_text, sequences, spread_windows, tokenize
+from .corpus import Text, builtin_text, read_text
 from .methods import Moments, build_method
-from .select import Selection, mean_kl, metric_start, select
+from .overlap import Paragraphs
+from .select import Selection, metric_start, select
+from .split import Split, budget_warnings, check_budget, fit_lengths, split_sequences, window_warnings
 
 METHODS = ("auto", "oscar", "hadamard", "none")
 # A head is flagged where this share of its keys' energy is a constant vector (a key bias, as in Qwen2 and Qwen2.5).
@@ -65,9 +69,13 @@ def calibrate(
     model.eval()
     geometry = model_geometry(model.config)
     geometry.require_packable()
-    config = fit_lengths(config, geometry, model)
+    asked, config = config, fit_lengths(config, geometry, model.config)
     source = text if isinstance(text, Text) else builtin_text("calibration") if text is None else read_text(text)
-    train, held, held_name = split_sequences(source, tokenizer, config, builtin=text is None)
+    parts = split_sequences(source, tokenizer, config, builtin=text is None)
+    config = config.with_(tokens=sum(map(len, parts.train)))
+    check_budget(config.tokens, geometry)
+    if method == "auto" and not parts.selection:
+        raise InputError("auto needs at least one selection window, selection_windows is 0")
 
     done = 0
 
@@ -75,113 +83,54 @@ def calibrate(
         nonlocal done
         done += tokens
         if progress:
-            progress("calibration", done, sum(map(len, train)))
+            progress("calibration", done, config.tokens)
 
-    moments = capture_moments(model, train, geometry, config.sink, counted)
+    moments = capture_moments(model, parts.train, geometry, config, counted)
     selection: Selection | None = None
     if method == "auto":
-        selection = select(model, held, moments, config, progress)
-        layers, metrics = selection.layers, selection.metrics
+        selection = select(model, parts.selection, moments, config, progress)
+        layers = selection.layers
     else:
         layers = build_method(method, moments, config, per_head=per_head, value_objective=value_objective)
-        metrics = []
-        for i, window in enumerate(held):
-            metrics.append(compare(model, window, {"": layers}, config.sink, config.recent, metric_start(len(window)))[""])
-            if progress:
-                progress("fidelity", i + 1, len(held))
+    warnings = [*budget_warnings(asked, config, model.config), *window_warnings(parts, config), *bias_warnings(moments, layers)]
     return Artifact(
         layers=layers,
         config=config,
         method=method,
         fingerprint=geometry.fingerprint(),
-        provenance=provenance(source, held_name, train, config, model, value_objective, selection, moments, layers),
-        fidelity=fidelity_summary(metrics, held_name, held),
+        provenance=provenance(source, parts, asked, config, model, value_objective, selection, warnings),
+        fidelity=measure_fidelity(model, parts, layers, config, progress),
         summary=layer_summary(moments, selection, per_head=bool(per_head) or method == "auto"),
         moments=moments,
     )
 
 
-def fit_lengths(config: OscarConfig, geometry: ModelGeometry, model: Any) -> OscarConfig:
-    """Check the token budget against the model; shorten sequences to what the model can take.
-
-    Raises:
-        InputError: too few tokens, or sequences too short to have history.
-    """
-    dim = max(layer.key_dim for layer in geometry.packed)
-    if config.tokens < MIN_TOKENS_PER_DIM * dim:
-        raise InputError(
-            f"{config.tokens} tokens are too few to estimate {dim} x {dim} covariances: at least "
-            f"{MIN_TOKENS_PER_DIM * dim} ({MIN_TOKENS_PER_DIM} per channel), better {DEFAULTS.tokens}"
-        )
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    length = min(config.seq_len, config.tokens, limit or config.seq_len)
-    if length <= config.sink + 1:
-        raise InputError(
-            f"sequences of {length} tokens have nothing beyond the {config.sink} sink tokens: use a longer --seq-len"
-        )
-    return config.with_(seq_len=length)
-
-
-def split_sequences(
-    source: Text, tokenizer: Any, config: OscarConfig, *, builtin: bool
-) -> tuple[list[Tensor], list[Tensor], str]:
-    """Calibration sequences and held-out windows, disjoint; the seed picks which part of a longer text is which.
-
-    Raises:
-        InputError: the text has fewer tokens than asked for.
-    """
-    start = prefix(tokenizer)
-    tokens = tokenize(tokenizer, source)
-    if len(tokens) < config.tokens:
-        raise InputError(
-            f"{source.name} has {len(tokens)} tokens, {config.tokens} were asked for: give more text or --tokens {len(tokens)}"
-        )
-    body = config.seq_len - len(start)
-    needed = max(1, round(config.tokens / config.seq_len))
-    pool = sequences(tokens, config.seq_len, len(tokens) // body, start)
-    order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(config.seed)).tolist()
-    train = [pool[i] for i in order[:needed]]
-    spare = [pool[i] for i in order[needed : needed + config.selection_windows]]
-    if not builtin and len(spare) == config.selection_windows:
-        return train, spare, f"{source.name} (part not used for calibration)"
-    other = builtin_text("selection")
-    held = spread_windows(tokenize(tokenizer, other), config.seq_len, config.selection_windows, start, other.name)
-    return train, held, other.name
-
-
 def provenance(
     source: Text,
-    held_name: str,
-    train: list[Tensor],
+    parts: Split,
+    asked: OscarConfig,
     config: OscarConfig,
     model: Any,
     value_objective: str,
     selection: Selection | None,
-    moments: Moments,
-    layers: dict[int, LayerTransform],
+    warnings: list[str],
 ) -> dict[str, Any]:
-    """Where the artifact comes from, and warnings about it."""
+    """Where the artifact comes from: texts, budget as asked for and as used, versions, and warnings about it."""
     import transformers
 
     from .. import __version__
 
-    count = sum(map(len, train))
-    warnings = []
-    if count < WARN_TOKENS:
-        warnings.append(f"thin calibration: {count} tokens (below {WARN_TOKENS}); expect worse results on other text")
-    if config.seq_len <= config.sink + config.recent:
-        warnings.append(
-            f"sequences of {config.seq_len} tokens fit into the dense windows ({config.sink} + {config.recent}): fidelity and "
-            "selection read no codes and say nothing; use a longer --seq-len"
-        )
-    warnings += bias_warnings(moments, layers)
     return {
-        "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__).rsplit("/", 1)[-1],
+        "model": Path(str(getattr(model.config, "_name_or_path", "") or type(model).__name__)).name,
         "text": source.name,
         "text_sha256": source.sha256,
-        "held_out_text": held_name,
-        "tokens": count,
+        "paragraphs": Paragraphs.of(source).to_dict(),
+        "selection_text": parts.selection_text if selection else "",
+        "fidelity_text": parts.fidelity_text,
+        "tokens": config.tokens,
+        "tokens_asked": asked.tokens,
         "seq_len": config.seq_len,
+        "seq_len_asked": asked.seq_len,
         "seed": config.seed,
         "dtype": str(model.dtype).removeprefix("torch."),
         "value_objective": value_objective,
@@ -203,9 +152,9 @@ def key_bias(moments: LayerMoments) -> list[float]:
 
 
 def bias_warnings(moments: Moments, layers: dict[int, LayerTransform]) -> list[str]:
-    """Heads whose keys are mostly a constant, and whether the method removes it."""
+    """Heads whose keys are mostly a constant, and whether the method removes it or has a channel of many bits for it."""
     flagged = [
-        (i, h, share, bool(layers[i].key_mean[h].any()))
+        (i, h, share, bool(layers[i].key_mean[h].any()) or layers[i].key_digits is not None)
         for i, m in moments.items()
         for h, share in enumerate(key_bias(m))
         if share > BIAS_FLAG
@@ -220,20 +169,31 @@ def bias_warnings(moments: Moments, layers: dict[int, LayerTransform]) -> list[s
     )
     if kept:
         return [message + f"{len(kept)} of them are not centred by this method"]
-    return [message + "all are centred"]
+    return [message + "all are centred, or hold it in a channel of many bits"]
 
 
-def fidelity_summary(metrics: list[TokenMetrics], name: str, windows: list[Tensor]) -> dict[str, Any]:
-    """KL, agreement and perplexity on the held-out windows."""
-    measured = [~m.kl.isnan() for m in metrics]
-    return {
-        "text": name,
-        "windows": len(windows),
-        "length": len(windows[0]) if windows else 0,
-        "kl_mean": mean_kl(metrics),
-        "top1_agreement": sum(float(m.agree[k].float().mean()) for m, k in zip(metrics, measured, strict=True)) / len(metrics),
-        "perplexity": float(torch.cat([m.nll[k] for m, k in zip(metrics, measured, strict=True)]).mean().exp()),
-    }
+def measure_fidelity(
+    model: Any, parts: Split, layers: dict[int, LayerTransform], config: OscarConfig, progress: Progress | None
+) -> dict[str, Any]:
+    """KL, agreement and perplexity on the fidelity windows, which neither the moments nor the selection have seen.
+
+    Raises:
+        InputError: the model gives NaN or infinity there.
+    """
+    windows = parts.fidelity
+    start = metric_start(len(windows[0]))
+    metrics = []
+    for i, window in enumerate(windows):
+        metrics.append(compare(model, window, {"": layers}, config.sink, config.recent, start)[""])
+        if progress:
+            progress("fidelity", i + 1, len(windows))
+    result = figures(*stacked(metrics, start))
+    if not all(map(math.isfinite, result.values())):
+        raise InputError(
+            f"the model gives NaN or infinity on {parts.fidelity_text} in {str(model.dtype).removeprefix('torch.')}: try "
+            "--dtype float32, and check the checkpoint"
+        )
+    return {"text": parts.fidelity_text, "windows": len(windows), "length": len(windows[0]), "start": start, **result}
 
 
 def layer_summary(moments: Moments, selection: Selection | None, per_head: bool) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """``auto``: which transform each head uses for keys and for values.
 
 Local attention-output error on held-out windows ranks the candidates and proposes per-head deviations; end-to-end KL on the
-same windows decides. Two things measured on real models shape it (docs/research.md): taking the local optimum everywhere is
-worse than the best fixed setting, and deviating from that setting only where the local error falls clearly is better than it.
+same windows decides: first among the best for keys, then for values, then among deviations. Two things measured on real models
+shape it (docs/research.md): taking the local optimum everywhere is worse than the best fixed setting, and deviating from that
+setting only where the local error falls clearly is better than it.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from torch import Tensor
 from ..attention import AttentionCall, intercepted
 from ..cache.policy import reads_dense
 from ..config import EVAL_START, OscarConfig
+from ..errors import InputError
 from ..method.selection import local_errors
 from ..method.transform import LayerTransform, SideChoice
 from ..simulate import TokenMetrics, compare
-from .methods import CANDIDATES, Choose, Moments, build, everywhere
+from .methods import Choose, Moments, auto_codecs, build, candidates, everywhere
 
 SAMPLES = 96  # query positions per window at which local errors are taken
-KEEP = 3  # fixed key settings that are measured end to end
+KEEP = 3  # fixed settings of keys, and then of values, that are measured end to end
 # Deviations (keys, values): a head leaves the best fixed setting where its local error falls below this share of it.
 # 0 = never, 1 = always take the local optimum.
-DEVIATIONS = ((0.5, 0.5), (0.75, 0.75), (0.0, 1.0), (0.5, 1.0))
+DEVIATIONS = ((0.5, 0.5), (0.75, 0.75), (0.0, 1.0))
 
 Progress = Callable[[str, int, int], None]
 
@@ -64,65 +66,83 @@ def select(
         config: windows, group size, ridge.
         progress: told (stage, done, total).
     """
-    fixed = [build(moments, everywhere(c, moments), everywhere(c, moments), config) for c in CANDIDATES]
-    key_error, value_error = measure_local(model, windows, moments, fixed, config, progress)
+    codecs = auto_codecs(config)
+    options = tuple(candidates(codec) for codec in codecs)
+    built = [
+        build(
+            moments,
+            everywhere(options[0][i % len(options[0])], moments),
+            everywhere(options[1][i % len(options[1])], moments),
+            config,
+            key_codec=codecs[0],
+            value_codec=codecs[1],
+        )
+        for i in range(max(map(len, options)))
+    ]
+    key_error, value_error = measure_local(model, windows, moments, built, config, progress)
+    errors = (
+        {i: e[: len(options[0])] for i, e in key_error.items()},
+        {i: e[: len(options[1])] for i, e in value_error.items()},
+    )
+    ranked = [torch.cat(list(e.values()), 1).mean(1).argsort()[:KEEP].tolist() for e in errors]
 
-    def mean_error(errors: dict[int, Tensor]) -> Tensor:
-        return torch.cat(list(errors.values()), 1).mean(1)  # [candidates]
-
-    values_first = int(mean_error(value_error).argmin())
-    keys_first = mean_error(key_error).argsort()[:KEEP].tolist()
-
-    def pick(errors: dict[int, Tensor], base: int, share: float) -> Choose:
+    def pick(side: int, base: int, share: float) -> Choose:
         def choose(layer: int) -> list[SideChoice]:
-            error = errors[layer]  # [candidates, Hkv]
+            error = errors[side][layer]  # [candidates, Hkv]
             best = error.argmin(0)
             leave = error.gather(0, best[None])[0] < share * error[base]
-            return [CANDIDATES[int(b) if go else base] for b, go in zip(best, leave, strict=True)]
+            return [options[side][int(b) if go else base] for b, go in zip(best, leave, strict=True)]
 
         return choose
 
     proposals: dict[str, tuple[Choose, Choose]] = {}
     measured: dict[str, list[TokenMetrics]] = {}
-    total = len(windows) * (KEEP + len(DEVIATIONS))
+    total = len(windows) * (len(ranked[0]) + len(ranked[1]) - 1 + len(DEVIATIONS))
 
-    def measure(names: list[str]) -> None:
-        built = {n: build(moments, *proposals[n], config) for n in names}
+    def propose(key: int, value: int, key_share: float = 0.0, value_share: float = 0.0) -> str:
+        name = f"K {options[0][key]}" + (f" unless < {key_share:g}" if key_share else "")
+        name += f", V {options[1][value]}" + (f" unless < {value_share:g}" if value_share else "")
+        proposals[name] = (pick(0, key, key_share), pick(1, value, value_share))
+        return name
+
+    def measure(names: list[str]) -> dict[str, float]:
+        """Mean KL of each of these proposals."""
+        layers = {n: build(moments, *proposals[n], config, key_codec=codecs[0], value_codec=codecs[1]) for n in names}
         for window in windows:
             start = metric_start(len(window))
             done = sum(map(len, measured.values()))
-            for i, (name, metrics) in enumerate(compare(model, window, built, config.sink, config.recent, start).items()):
+            for i, (name, metrics) in enumerate(compare(model, window, layers, config.sink, config.recent, start).items()):
                 measured.setdefault(name, []).append(metrics)
                 if progress:
                     progress("selection", done + i + 1, total)
+        return {name: ranked_kl(measured[name]) for name in names}
 
-    for k in keys_first:
-        proposals[f"fixed K {CANDIDATES[k]}, V {CANDIDATES[values_first]}"] = (
-            everywhere(CANDIDATES[k], moments),
-            everywhere(CANDIDATES[values_first], moments),
-        )
-    measure(list(proposals))
-    kl = {name: mean_kl(metrics) for name, metrics in measured.items()}
-    base = keys_first[min(range(len(keys_first)), key=lambda i: list(kl.values())[i])]
-    deviating = []
-    for key_share, value_share in DEVIATIONS:
-        name = f"K {CANDIDATES[base]} unless < {key_share:g}, V {CANDIDATES[values_first]} unless < {value_share:g}"
-        proposals[name] = (pick(key_error, base, key_share), pick(value_error, values_first, value_share))
-        deviating.append(name)
-    measure(deviating)
-    kl = {name: mean_kl(metrics) for name, metrics in measured.items()}
+    kl = measure([propose(k, ranked[1][0]) for k in ranked[0]])
+    key = ranked[0][min(range(len(ranked[0])), key=lambda i: list(kl.values())[i])]
+    found = {ranked[1][0]: min(kl.values())}
+    if others := ranked[1][1:]:
+        more = measure([propose(key, v) for v in others])
+        found |= dict(zip(others, more.values(), strict=True))
+        kl |= more
+    value = min(found, key=lambda v: found[v])
+    kl |= measure([propose(key, value, *shares) for shares in DEVIATIONS])
     chosen = min(kl, key=lambda name: kl[name])
+    if kl[chosen] == float("inf"):
+        raise InputError(
+            "no setting gives finite predictions on the held-out text: the model overflows there; try --dtype float32 or "
+            "bfloat16, and check the checkpoint"
+        )
     key_choice, value_choice = proposals[chosen]
 
-    def errors_of(errors: dict[int, Tensor], choose: Choose) -> dict[int, list[float]]:
-        return {i: [float(e[CANDIDATES.index(c), h]) for h, c in enumerate(choose(i))] for i, e in errors.items()}
+    def errors_of(side: int, choose: Choose) -> dict[int, list[float]]:
+        return {i: [float(e[options[side].index(c), h]) for h, c in enumerate(choose(i))] for i, e in errors[side].items()}
 
     return Selection(
-        layers=build(moments, key_choice, value_choice, config),
+        layers=build(moments, key_choice, value_choice, config, key_codec=codecs[0], value_codec=codecs[1]),
         key_choices={i: key_choice(i) for i in moments},
         value_choices={i: value_choice(i) for i in moments},
-        key_errors=errors_of(key_error, key_choice),
-        value_errors=errors_of(value_error, value_choice),
+        key_errors=errors_of(0, key_choice),
+        value_errors=errors_of(1, value_choice),
         tried=[{"setting": n, "kl_mean": kl[n]} for n in sorted(kl, key=lambda n: kl[n])],
         metrics=measured[chosen],
     )
@@ -160,9 +180,11 @@ def measure_local(
                 dense,
                 scaling=call.scaling,
                 softcap=call.softcap,
+                sinks=call.sinks,
             )
-            key_sum[index] = key_sum.get(index, 0) + keys.cpu() / len(windows)
-            value_sum[index] = value_sum.get(index, 0) + values.cpu() / len(windows)
+            keys, values = (e.nan_to_num(nan=float("inf")).cpu() / len(windows) for e in (keys, values))  # NaN is never chosen
+            key_sum[index] = key_sum.get(index, 0) + keys
+            value_sum[index] = value_sum.get(index, 0) + values
         return call.base()
 
     with intercepted(model, observer):
@@ -178,6 +200,12 @@ def metric_start(tokens: int) -> int:
     return min(EVAL_START, tokens // 2)
 
 
+def ranked_kl(metrics: list[TokenMetrics]) -> float:
+    """Mean KL, infinite where it is no number."""
+    kl = mean_kl(metrics)
+    return kl if kl == kl else float("inf")
+
+
 def mean_kl(metrics: list[TokenMetrics]) -> float:
-    """Mean over windows of the mean KL over the positions that were measured."""
-    return sum(float(m.kl[~m.kl.isnan()].mean()) for m in metrics) / len(metrics)
+    """Mean over windows of the mean KL over the positions that were measured; NaN if any of them is."""
+    return sum(float(m.kl[m.start :].mean()) for m in metrics) / len(metrics)

@@ -9,25 +9,12 @@ import typer
 
 from ..config import DEFAULTS, OscarConfig
 from ..errors import InputError
-from .common import (
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    ModelArgument,
-    OutputOption,
-    RevisionOption,
-    TrustOption,
-    check_folder,
-    check_output,
-    command,
-    emit,
-    load,
-    more_values,
-    note,
-    say,
-)
+from ..files import holds_artifact
+from . import options
+from .common import check_folder, check_output, command, emit, more_values, note, say
 from .inspect import fidelity_line
 from .progress import Progress
+from .source import ModelSource
 
 METHODS = ("auto", "oscar", "hadamard", "none")
 OBJECTIVES = ("sst", "scores")
@@ -35,8 +22,8 @@ OBJECTIVES = ("sst", "scores")
 
 @command
 def calibrate(
-    model: ModelArgument,
-    folder: Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="Where the artifact goes.")],
+    model: options.Model,
+    folder: options.Folder,
     extra: Annotated[list[Path] | None, typer.Argument(hidden=True, metavar="")] = None,
     method: Annotated[str, typer.Option("--method", help=f"One of {', '.join(METHODS)}.")] = "auto",
     text: Annotated[
@@ -45,11 +32,9 @@ def calibrate(
             "--text", metavar="FILE_OR_DIR ...", help="Calibration text; the text that ships with Python if left out."
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", help="Calibration tokens.")] = DEFAULTS.tokens,
-    seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens of one calibration sequence.")] = DEFAULTS.seq_len,
-    group_size: Annotated[
-        int, typer.Option("--group-size", help="Channels per scale; -1: one per head.")
-    ] = DEFAULTS.group_size,
+    tokens: options.Tokens = DEFAULTS.tokens,
+    seq_len: options.SeqLen = DEFAULTS.seq_len,
+    group_size: options.GroupSize = DEFAULTS.group_size,
     per_head: Annotated[
         bool | None,
         typer.Option("--per-head/--per-layer", help="Rotations per KV head or one per layer.", show_default=False),
@@ -57,15 +42,15 @@ def calibrate(
     value_objective: Annotated[
         str, typer.Option("--value-objective", help="Of --method oscar: sst (released code) or scores (the paper).")
     ] = "sst",
-    sink: Annotated[int, typer.Option("--sink", help="First tokens, kept in model dtype.")] = DEFAULTS.sink,
-    recent: Annotated[int, typer.Option("--recent", help="Newest tokens, kept in model dtype.")] = DEFAULTS.recent,
-    seed: Annotated[int, typer.Option("--seed", help="Of every random choice.")] = DEFAULTS.seed,
-    revision: RevisionOption = None,
-    trust_remote_code: TrustOption = False,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    as_json: JsonOption = False,
-    output: OutputOption = None,
+    sink: options.Sink = DEFAULTS.sink,
+    recent: options.Recent = DEFAULTS.recent,
+    seed: options.Seed = DEFAULTS.seed,
+    revision: options.Revision = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    as_json: options.Json = False,
+    output: options.Output = None,
 ) -> None:
     """Run a model over a little text and save the transforms of every layer as an artifact."""
     check_settings(method, per_head, value_objective)
@@ -76,22 +61,27 @@ def calibrate(
         check_folder(folder)
         from ..calibration.corpus import read_text
         from ..calibration.run import calibrate as run
+        from ..calibration.split import fit_lengths
+        from ..geometry import model_geometry
 
-        source = read_text(paths) if paths else None
-        loaded, tokenizer = load(
-            model, progress, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code
-        )
+        source = ModelSource(model, progress, revision, trust_remote_code, device, dtype)
+        written = read_text(paths) if paths else None
+        model_config = source.config()
+        fit_lengths(config, model_geometry(model_config), model_config)
+        tokenizer = source.tokenizer()
+        loaded = source.weights()
         progress.step("preparing the text")
         artifact = run(
             loaded,
             tokenizer,
             method=method,
-            text=source,
+            text=written,
             config=config,
             per_head=per_head,
             value_objective=value_objective,
             progress=progress,
         )
+        replaced = holds_artifact(folder)
         artifact.save(folder)
     warnings: list[str] = artifact.provenance["warnings"]
     result: dict[str, Any] = {
@@ -103,13 +93,17 @@ def calibrate(
         "bits_per_element": artifact.bits_per_element(),
         "text": artifact.provenance["text"],
         "text_sha256": artifact.provenance["text_sha256"],
-        "tokens": artifact.provenance["tokens"],
+        **{k: artifact.provenance[k] for k in ("tokens", "tokens_asked", "seq_len", "seq_len_asked")},
+        "selection_text": artifact.provenance["selection_text"],
         "fidelity": artifact.fidelity,
         "selection": artifact.provenance["selection"],
+        "replaced": replaced,
         "warnings": warnings,
     }
 
     def show() -> None:
+        if replaced:
+            say(f"replaced an earlier artifact in {folder}")
         say(
             f"{folder}: method {artifact.method}, {len(artifact.layers)} layers, {result['bits_per_element']:.2f} bits "
             f"per packed element, calibrated on {result['tokens']} tokens of {result['text']}"

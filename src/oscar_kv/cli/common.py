@@ -1,39 +1,26 @@
-"""What the commands share: options, tables, results in two forms, loading, and errors as one line."""
+"""What the commands share: errors as one line, results in two forms, and tables."""
 
 from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
 
 from ..errors import InputError
-from .progress import Progress
+from ..files import finite, replacing_folder, write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..artifact import Artifact
-
 P = ParamSpec("P")
 R = TypeVar("R")
-
-ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Hub id, local folder, or path of a .gguf file.", show_default=False)
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as JSON on standard output.")]
-OutputOption = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write the results as JSON to this file.")]
-RevisionOption = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")]
-TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model's repository ships.")]
-DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ... or balanced.")]
-DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 
 PASSED, FAILED = 0, 1  # exit status of a command that checks something
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -93,27 +80,14 @@ def quiet() -> None:
 
 def emit(result: dict[str, Any], as_json: bool, output: Path | None, show: Callable[[], None]) -> None:
     """Print a result, as JSON or for people, and write it as JSON where that was asked for."""
-    text = json.dumps(_finite(result), indent=2, allow_nan=False) + "\n"
+    text = json.dumps(finite(result), indent=2, allow_nan=False) + "\n"
     if output is not None:
-        from ..artifact import write_text
-
         write_text(output, text)
     if as_json:
         sys.stdout.write(text)
         sys.stdout.flush()
     else:
         show()
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: null stands for what could not be measured."""
-    if isinstance(value, dict):
-        return {str(k): _finite(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def check_output(output: Path | None, option: str = "--output") -> None:
@@ -129,7 +103,6 @@ def check_output(output: Path | None, option: str = "--output") -> None:
 
 def check_folder(folder: Path, option: str = "-o") -> None:
     """Raise InputError now if an artifact cannot be saved there later; leaves what is there as it is."""
-    from ..artifact import replacing_folder
 
     class Enough(Exception):
         pass
@@ -170,19 +143,32 @@ def note(line: str) -> None:
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
-    """A table; columns whose name starts with ``<`` are text and may fold, the others are numbers and are never cut."""
+    """A table; columns whose name starts with ``<`` are text and may fold between words, the others are numbers.
+
+    Nothing is ever cut: where the terminal is too narrow for the table, each row becomes a paragraph of names and values.
+    """
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title or None, title_justify="left")
-    for name in columns:
-        if name.startswith("<"):
-            table.add_column(name[1:], overflow="fold")
-        else:
-            table.add_column(name, justify="right", no_wrap=all(" " not in row for row in name.split("\n")))
+    for i, name in enumerate(columns):
+        text, cells = name.startswith("<"), [row[i] for row in rows]
+        words = [*name.lstrip("<").split(), *(word for cell in cells for word in (cell.split() if text else [cell]))]
+        width = max(map(len, words), default=1)
+        table.add_column(
+            name.lstrip("<"), overflow="fold", justify="left" if text else "right", min_width=min(width, 24) if text else width
+        )
     for row in rows:
         table.add_row(*row)
-    console().print(table)
+    out = console()
+    if out.measure(table, options=out.options.update(width=10_000)).minimum <= out.width:
+        out.print(table)
+        return
+    if title:
+        say(title)
+    names = [" ".join(name.lstrip("<").replace("/\n", "/").split()) for name in columns]
+    for row in rows:
+        say("- " + "; ".join(" ".join(filter(None, pair)) for pair in zip(names, row, strict=True)))
 
 
 def ranges(indices: Sequence[int]) -> str:
@@ -199,51 +185,3 @@ def ranges(indices: Sequence[int]) -> str:
 def lengths(tokens: int) -> str:
     """``32768`` as ``"32K"``."""
     return f"{tokens // 1024}K" if tokens >= 1024 and tokens % 1024 == 0 else str(tokens)
-
-
-def short(model: str) -> str:
-    """A model's name without the folders it lies in."""
-    return Path(model).name if Path(model).exists() else model
-
-
-# -- models ------------------------------------------------------------------------------------------------------
-
-
-def load(
-    model: str,
-    progress: Progress,
-    *,
-    artifact: Artifact | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> tuple[Any, Any]:
-    """Model and tokenizer; whatever can be refused from the config alone is refused before the weights are read."""
-    progress.step("reading the config")
-    from ..geometry import model_geometry
-    from ..loading import load_config, load_model, load_tokenizer, parse_dtype
-
-    hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    parse_dtype(dtype)
-    config = load_config(model, **hub)
-    model_geometry(config).require_packable()
-    if artifact is not None:
-        artifact.check_model(config)
-    progress.step(f"loading {short(model)}")
-    tokenizer = load_tokenizer(model, **hub)
-    return load_model(model, device=device, dtype=dtype, **hub), tokenizer
-
-
-def check_positions(model: Any, needed: int, what: str) -> None:
-    """Raise InputError if a model has fewer positions than ``what`` needs."""
-    limit = position_limit(model)
-    if limit and needed > limit:
-        raise InputError(f"{what} do not fit the model's {limit} positions: at most {limit} in all")
-
-
-def position_limit(model: Any) -> int | None:
-    """How many positions a model (or its config) is made for, if it says so."""
-    config = getattr(model, "config", model)
-    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return int(limit) if limit else None

@@ -7,26 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..config import EVAL_START, OscarConfig
+from ..config import OscarConfig
 from ..errors import InputError
-from .common import (
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    OutputOption,
-    check_folder,
-    check_output,
-    check_positions,
-    command,
-    emit,
-    lengths,
-    load,
-    say,
-    short,
-    show_table,
-)
+from . import options
+from .common import check_folder, check_output, command, emit, lengths, say, show_table
 from .generate import continue_text, speed
 from .progress import Progress
+from .source import ModelSource, check_positions, check_window, short
 
 if TYPE_CHECKING:
     from ..artifact import Artifact
@@ -45,20 +32,21 @@ def demo(
         Path | None,
         typer.Option("-o", "--out", metavar="DIR", help=f"Where the artifact goes (default: {DEFAULT_FOLDER})."),
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", help="Calibration tokens.")] = 8_192,
-    seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens of one calibration sequence.")] = 2_048,
-    length: Annotated[int, typer.Option("--length", help="Tokens of the measured window.")] = 2_048,
+    tokens: options.Tokens = 8_192,
+    seq_len: options.SeqLen = 2_048,
+    length: options.WindowLength = 2_048,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="Tokens of the prompt.")] = 1_536,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens to generate.")] = 32,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    as_json: JsonOption = False,
-    output: OutputOption = None,
+    max_new_tokens: options.MaxNewTokens = 32,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    as_json: options.Json = False,
+    output: options.Output = None,
 ) -> None:
     """Calibrate, generate with the dense and the 2-bit cache side by side, and print what was measured."""
     check_output(output)
     if prompt_tokens < 1 or max_new_tokens < 1:
         raise InputError("--prompt-tokens and --max-new-tokens must be at least 1")
+    start = check_window(length)
     config = OscarConfig(tokens=tokens, seq_len=seq_len, selection_windows=1)
     target = folder or Path(DEFAULT_FOLDER if model is None else f"{Path(model).stem.lower()}.oscar")
     with Progress() as progress:
@@ -67,15 +55,23 @@ def demo(
             from ..demo_model import fetch_demo_model
 
             model = str(fetch_demo_model(progress.step))
-        lm, tokenizer = load(model, progress, device=device, dtype=dtype)
-        check_positions(lm, length, f"windows of --length {length}")
-        check_positions(lm, prompt_tokens + max_new_tokens, f"{prompt_tokens} prompt tokens and {max_new_tokens} new ones")
+        source = ModelSource(model, progress, device=device, dtype=dtype)
+        model_config = source.config()
+        check_positions(model_config, length, f"windows of --length {length}")
+        check_positions(
+            model_config, prompt_tokens + max_new_tokens, f"{prompt_tokens} prompt tokens and {max_new_tokens} new ones"
+        )
         from ..calibration.run import calibrate
+        from ..calibration.split import fit_lengths
+        from ..geometry import model_geometry
 
+        fit_lengths(config, model_geometry(model_config), model_config)
+        tokenizer = source.tokenizer()
+        lm = source.weights()
         progress.step("preparing the text")
         artifact = calibrate(lm, tokenizer, config=config, progress=progress)
         artifact.save(target)
-        result = measure(lm, tokenizer, artifact, length, prompt_tokens, max_new_tokens, progress, short(model))
+        result = measure(lm, tokenizer, artifact, length, start, prompt_tokens, max_new_tokens, progress, short(model))
     result["artifact"] = str(target)
     emit(result, as_json, output, lambda: show(result, target, model or ""))
 
@@ -85,6 +81,7 @@ def measure(
     tokenizer: Any,
     artifact: Artifact,
     length: int,
+    start: int,
     prompt_tokens: int,
     max_new_tokens: int,
     progress: Progress,
@@ -94,7 +91,6 @@ def measure(
     import torch
 
     from ..calibration.corpus import builtin_text, prefix, spread_windows, tokenize
-    from ..calibration.select import metric_start
     from ..evaluate.fidelity import evaluate
     from ..evaluate.memory import HALF, bits_per_element, footprint
     from ..integrations.transformers import OscarCache
@@ -106,7 +102,6 @@ def measure(
     layers = artifact.for_model(model)
     geometry = artifact.check_model(model)
     config = artifact.config.with_(slack=0)
-    start = min(EVAL_START, metric_start(length))
     measured = evaluate(
         model,
         geometry,

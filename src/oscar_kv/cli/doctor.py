@@ -8,13 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .common import JsonOption, OutputOption, check_output, command, emit, say
+from . import options
+from .common import check_output, command, emit, say
 
 PACKAGES = ("oscar-kv", "torch", "transformers", "triton", "safetensors", "gguf", "numpy", "typer", "rich")
 
 
 @command
-def doctor(as_json: JsonOption = False, output: OutputOption = None) -> None:
+def doctor(as_json: options.Json = False, output: options.Output = None) -> None:
     """Show versions, devices and which kernels run here, for a bug report."""
     check_output(output)
     result = collect()

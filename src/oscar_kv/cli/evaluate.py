@@ -12,42 +12,24 @@ import typer
 
 from ..config import DEFAULTS, EVAL_LENGTH, EVAL_START, EVAL_WINDOWS, OscarConfig
 from ..errors import InputError
-from .common import (
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    ModelArgument,
-    OutputOption,
-    RevisionOption,
-    TrustOption,
-    check_output,
-    check_positions,
-    command,
-    emit,
-    load,
-    note,
-    position_limit,
-    say,
-    short,
-    show_table,
-)
+from . import options
+from .common import check_output, command, emit, note, say, show_table
 from .progress import Progress
+from .source import ModelSource, check_positions, check_window, open_artifact
 
 if TYPE_CHECKING:
     from ..artifact import Artifact
+    from ..geometry import ModelGeometry
 
 METHODS = ("dense", "naive", "hadamard", "oscar", "auto")
 
-CALIBRATION_KEYS = ("text", "text_sha256", "tokens", "seq_len", "held_out_text", "seed", "warnings")  # of the provenance
+CALIBRATION_KEYS = ("text", "text_sha256", "tokens", "seq_len", "selection_text", "seed", "warnings")  # of the provenance
 
 
 @command
 def evaluate(
-    model: ModelArgument,
-    artifact: Annotated[
-        Path | None,
-        typer.Option("--artifact", metavar="DIR", help="Without one, the model is calibrated on the built-in text."),
-    ] = None,
+    model: options.Model,
+    artifact: options.ArtifactOption = None,
     methods: Annotated[
         str | None,
         typer.Option("--methods", metavar="A,B,...", help=f"(default: {','.join(METHODS)}, as far as the artifact has them)"),
@@ -85,19 +67,20 @@ def evaluate(
         typer.Option("--group-size", help="Channels per scale; with --artifact, of the methods built from its moments."),
     ] = None,
     buckets: Annotated[bool, typer.Option("--buckets", help="Also show the results by position.")] = False,
-    tokens: Annotated[int, typer.Option("--tokens", help="Without --artifact: calibration tokens.")] = DEFAULTS.tokens,
-    seq_len: Annotated[
-        int, typer.Option("--seq-len", help="Without --artifact: tokens of one calibration sequence.")
-    ] = DEFAULTS.seq_len,
-    seed: Annotated[int, typer.Option("--seed", help="Without --artifact: of the calibration.")] = DEFAULTS.seed,
-    revision: RevisionOption = None,
-    trust_remote_code: TrustOption = False,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    as_json: JsonOption = False,
-    output: OutputOption = None,
+    tokens: options.Tokens = DEFAULTS.tokens,
+    seq_len: options.SeqLen = DEFAULTS.seq_len,
+    seed: options.Seed = DEFAULTS.seed,
+    revision: options.Revision = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    as_json: options.Json = False,
+    output: options.Output = None,
 ) -> None:
-    """Measure KL to the dense cache, top-1 agreement and perplexity of several methods."""
+    """Measure KL to the dense cache, top-1 agreement and perplexity of several methods.
+
+    Without --artifact the model is first calibrated on the built-in text with --tokens, --seq-len and --seed.
+    """
     check_output(output)
     check_output(html, "--html")
     names = list(dict.fromkeys(part.strip() for part in methods.split(",") if part.strip())) if methods is not None else []
@@ -108,57 +91,59 @@ def evaluate(
     own = OscarConfig(tokens=tokens, seq_len=seq_len, seed=seed).with_(**overrides)
     with Progress() as progress:
         from ..calibration.corpus import prefix, spread_windows, tokenize
-        from ..calibration.overlap import check_overlap
-        from ..calibration.select import metric_start
+        from ..calibration.overlap import builtin_provenance, check_overlap
+        from ..calibration.split import fit_lengths, position_limit
         from ..evaluate.fidelity import WITHOUT_WINDOWS, resolve_methods, without_windows
         from ..evaluate.fidelity import evaluate as run
         from ..evaluate.texts import text_set
+        from ..geometry import model_geometry
 
         if html is not None:
             from ..evaluate.report import require, write_report
 
             require()
-        specs = list(dict.fromkeys(text or ["builtin"]))
-        found = {spec: text_set(spec, None) for spec in specs if spec != "chat"}  # before anything slow
-        loaded = load_artifact(artifact) if artifact else None
+        loaded = open_artifact(artifact, moments=True) if artifact else None
         names = names or default_methods(loaded)
-        check_names(names, loaded)
-        how: dict[str, Any] = {
-            "device": device,
-            "dtype": dtype,
-            "revision": revision,
-            "trust_remote_code": trust_remote_code,
-        }
-        lm, tokenizer = load(model, progress, artifact=loaded, **how)
-        size = length if length is not None else min(EVAL_LENGTH, position_limit(lm) or EVAL_LENGTH)
-        check_positions(lm, size, f"windows of --length {size}")
+        bare_names = [part.strip() for part in (without or "").split(",") if part.strip()]
+        check_names(names, bare_names, loaded)
+        source = ModelSource(model, progress, revision, trust_remote_code, device, dtype)
+        model_config = source.config(loaded)
+        geometry = model_geometry(model_config)
+        size = length if length is not None else min(EVAL_LENGTH, position_limit(model_config) or EVAL_LENGTH)
+        check_positions(model_config, size, f"windows of --length {size}")
+        first = check_window(size, start)
+        config = (loaded.config if loaded else own).with_(slack=0, **overrides)
+        check_baselines(names, geometry, config)
+        if loaded is None:
+            fit_lengths(own, geometry, model_config)
+        tokenizer = source.tokenizer()
         progress.step("preparing the text")
-        sources = [found[spec] if spec in found else text_set(spec, tokenizer) for spec in specs]
+        texts = [text_set(spec, tokenizer) for spec in dict.fromkeys(text or ["builtin"])]
         head = prefix(tokenizer)
-        cut = [spread_windows(tokenize(tokenizer, source), size, windows, head, source.name) for source in sources]
-        first = start if start is not None else metric_start(size)
-        if not 0 <= first < size - 1:
-            raise InputError(f"--start {first} leaves nothing of windows of {size} tokens: at most {size - 2}")
+        cut = [spread_windows(tokenize(tokenizer, one), size, windows, head, one.name) for one in texts]
+        overlaps = []
+        for one in texts:
+            overlap, warnings = check_overlap(one, loaded.provenance if loaded else builtin_provenance(), allow_overlap)
+            overlaps.append(overlap)
+            for warning in warnings:
+                note(f"warning: {warning}")
+        lm = source.weights()
         if loaded is None:
             from ..calibration.run import calibrate
 
             note(f"no --artifact: calibrating on {own.tokens} tokens of the built-in text (nothing is saved)")
             loaded = calibrate(lm, tokenizer, method="auto" if "auto" in names else "none", config=own, progress=progress)
+            for warning in loaded.provenance["warnings"]:
+                note(f"warning: {warning}")
         config = loaded.config.with_(slack=0, **overrides)
-        geometry = loaded.check_model(lm)
         chosen = resolve_methods(names, loaded, loaded.moments, config, loaded.for_model(lm), geometry)
-        bare = dict(without_windows(name.strip(), chosen) for name in (without or "").split(",") if name.strip())
+        bare = dict(without_windows(name, chosen) for name in bare_names)
         chosen |= {row: chosen[row.removesuffix(WITHOUT_WINDOWS)] for row in bare}
         by = loaded.provenance
-        overlaps, results = [], []
-        for source in sources:
-            overlap, warnings = check_overlap(source, by, allow_overlap)
-            overlaps.append(overlap)
-            for warning in warnings:
-                note(f"warning: {warning}")
-        for source, parts, overlap in zip(sources, cut, overlaps, strict=True):
-            how = {"name": short(model), "start": first, "progress": progress, "windows_of": bare}
-            result = run(lm, geometry, parts, chosen, config, source, **how)
+        results = []
+        for one, parts, overlap in zip(texts, cut, overlaps, strict=True):
+            how: dict[str, Any] = {"name": source.short, "start": first, "progress": progress, "windows_of": bare}
+            result = run(lm, geometry, parts, chosen, config, one, **how)
             result["settings"]["calibration"] = {key: by[key] for key in CALIBRATION_KEYS if key in by}
             result["settings"]["overlap"] = overlap
             check_finite(result)
@@ -167,13 +152,6 @@ def evaluate(
         write_report(html, results, loaded.summary, shlex.join(["oscar", *sys.argv[1:]]))
     document = results[0] if len(results) == 1 else {"model": results[0]["model"], "texts": results}
     emit(document, as_json, output, lambda: show_all(results, buckets, loaded, artifact is None))
-
-
-def load_artifact(folder: Path) -> Artifact:
-    """With its moments if it has them."""
-    from ..artifact import MOMENTS, Artifact
-
-    return Artifact.load(folder, moments=(folder / MOMENTS).exists())
 
 
 def default_methods(artifact: Artifact | None) -> list[str]:
@@ -185,8 +163,9 @@ def default_methods(artifact: Artifact | None) -> list[str]:
     return list(dict.fromkeys([*METHODS[:-1], artifact.method]))
 
 
-def check_names(names: list[str], artifact: Artifact | None) -> None:
-    """Raise InputError for an unknown method before a model is loaded."""
+def check_names(names: list[str], bare: list[str], artifact: Artifact | None) -> None:
+    """Raise InputError before a model is loaded for an unknown method, and for one to be measured without windows that is
+    not among ``names``."""
     from ..calibration.methods import RECIPES, parse_choice
     from ..evaluate.baselines import BASELINES
 
@@ -194,6 +173,18 @@ def check_names(names: list[str], artifact: Artifact | None) -> None:
     for name in names:
         if name not in known:
             parse_choice(name)
+    for name in bare:
+        if name not in names or name == "dense":
+            raise InputError(f"--without-windows {name}: it must be one of --methods, and not dense")
+
+
+def check_baselines(names: list[str], geometry: ModelGeometry, config: OscarConfig) -> None:
+    """Raise InputError before the weights are read if a baseline cannot be measured: its package, the heads, the windows."""
+    from ..evaluate.baselines import BASELINES, build_baseline, check_windows
+
+    for name in names:
+        if name in BASELINES:
+            check_windows(name, build_baseline(name, geometry), (config.sink, config.recent))
 
 
 def check_finite(result: dict[str, Any]) -> None:

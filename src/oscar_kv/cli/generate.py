@@ -11,42 +11,29 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import InputError
-from .common import (
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    ModelArgument,
-    OutputOption,
-    RevisionOption,
-    TrustOption,
-    check_output,
-    check_positions,
-    command,
-    emit,
-    load,
-    say,
-    short,
-)
+from . import options
+from .common import check_output, command, emit, say
 from .progress import Progress
+from .source import ModelSource, check_positions, open_artifact
 
 
 @command
 def generate(
-    model: ModelArgument,
-    artifact: Annotated[Path, typer.Option("--artifact", metavar="DIR", help="What `oscar calibrate` wrote.")],
+    model: options.Model,
+    artifact: options.RequiredArtifact,
     prompt: Annotated[str | None, typer.Option("--prompt", help="The prompt (default: standard input).")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option("--prompt-file", metavar="FILE", help="Read the prompt from here.")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens to generate at most.")] = 128,
+    max_new_tokens: options.MaxNewTokens = 128,
     compare: Annotated[bool, typer.Option("--compare", help="Also generate with the dense cache.")] = False,
-    revision: RevisionOption = None,
-    trust_remote_code: TrustOption = False,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    as_json: JsonOption = False,
-    output: OutputOption = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    as_json: options.Json = False,
+    output: options.Output = None,
 ) -> None:
     """Continue a prompt greedily, reading history from 2-bit codes."""
     check_output(output)
@@ -55,24 +42,19 @@ def generate(
     text = read_prompt(prompt, prompt_file)
     live = sys.stdout.isatty() and not as_json and not compare
     with Progress() as progress:
-        from ..artifact import Artifact
-
-        loaded = Artifact.load(artifact)
-        how: dict[str, Any] = {
-            "device": device,
-            "dtype": dtype,
-            "revision": revision,
-            "trust_remote_code": trust_remote_code,
-        }
-        lm, tokenizer = load(model, progress, artifact=loaded, **how)
+        loaded = open_artifact(artifact)
+        source = ModelSource(model, progress, revision, trust_remote_code, device, dtype)
+        config = source.config(loaded)
+        tokenizer = source.tokenizer()
+        ids = encode(tokenizer, text, chat, source.short)
+        length = ids.shape[1]
+        check_positions(config, length + max_new_tokens, f"{length} prompt tokens and {max_new_tokens} new ones")
+        lm = source.weights()
         from ..integrations.transformers import OscarCache
 
-        ids = encode(tokenizer, text, chat, short(model))
-        length = ids.shape[1]
-        check_positions(lm, length + max_new_tokens, f"{length} prompt tokens and {max_new_tokens} new ones")
         cache = OscarCache(loaded, lm, slack=0)
         packed = continue_text(lm, tokenizer, ids, cache, max_new_tokens, progress, live=live)
-        result: dict[str, Any] = {"model": short(model), "prompt_tokens": length, "oscar": packed}
+        result: dict[str, Any] = {"model": source.short, "prompt_tokens": length, "oscar": packed}
         if compare:
             cache = OscarCache.dense(lm)
             dense = continue_text(lm, tokenizer, ids, cache, max_new_tokens, progress, "dense cache")

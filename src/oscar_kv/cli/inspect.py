@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..config import DEFAULTS, REPORT_LENGTHS, OscarConfig
 from ..errors import InputError
+from . import options
 from .common import (
+    BAD_INPUT,
     FAILED,
-    JsonOption,
-    ModelArgument,
-    OutputOption,
-    RevisionOption,
-    TrustOption,
     check_output,
     command,
     emit,
@@ -26,10 +22,10 @@ from .common import (
     more_values,
     ranges,
     say,
-    short,
     show_table,
 )
 from .progress import Progress
+from .source import ModelSource, open_artifact
 
 if TYPE_CHECKING:
     from ..artifact import Artifact
@@ -38,30 +34,35 @@ if TYPE_CHECKING:
 
 @command
 def inspect(
-    model: ModelArgument,
+    model: options.Model,
     extra: Annotated[list[int] | None, typer.Argument(hidden=True, metavar="")] = None,
-    artifact: Annotated[Path | None, typer.Option("--artifact", metavar="DIR", help="Also show this artifact.")] = None,
+    artifact: options.ArtifactOption = None,
     length: Annotated[
         list[int] | None, typer.Option("--length", metavar="N ...", help="Tokens at which the saving is shown.")
     ] = None,
-    layers: Annotated[bool, typer.Option("--layers", help="With --artifact: the choices layer by layer.")] = False,
-    revision: RevisionOption = None,
-    trust_remote_code: TrustOption = False,
-    as_json: JsonOption = False,
-    output: OutputOption = None,
+    layers: Annotated[bool, typer.Option("--layers", help="With --artifact: its transforms layer by layer.")] = False,
+    revision: options.Revision = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.Json = False,
+    output: options.Output = None,
 ) -> None:
-    """Show what happens to each layer of a model and what that saves. Reads no weights."""
+    """Show what happens to each layer of a model, what that saves, and an artifact for it. Reads no weights.
+
+    Exit status 1: the artifact is not for this model; 2: nothing of the model can be packed.
+    """
     check_output(output)
     wanted = more_values(length or [], extra or [], "--length") or list(REPORT_LENGTHS)
     if bad := [n for n in wanted if n < 1]:
         raise InputError(f"--length must be at least 1, got {bad[0]}")
-    with Progress():
-        from ..artifact import Artifact, ArtifactError
+    if layers and artifact is None:
+        raise InputError("--layers needs --artifact DIR: it shows the transforms of an artifact")
+    with Progress() as progress:
+        from ..artifact import ArtifactError
         from ..geometry import model_geometry
-        from ..loading import load_config
 
-        loaded = Artifact.load(artifact) if artifact else None
-        config = load_config(model, revision=revision, trust_remote_code=trust_remote_code)
+        source = ModelSource(model, progress, revision, trust_remote_code)
+        loaded = open_artifact(artifact) if artifact else None
+        config = source.any_config()
         geometry = model_geometry(config)
     mismatch = ""
     if loaded is not None:
@@ -69,7 +70,7 @@ def inspect(
             loaded.check_model(config)
         except (ArtifactError, InputError) as error:
             mismatch = str(error)
-    result = report(short(model), geometry, wanted, loaded if not mismatch else None)
+    result = report(source.short, geometry, wanted, loaded if not mismatch else None)
     if loaded is not None:
         result["artifact"] = {**describe(loaded), "fits_model": not mismatch, "mismatch": mismatch}
 
@@ -79,25 +80,27 @@ def inspect(
             show_artifact(result["artifact"], layers)
 
     emit(result, as_json, output, show)
+    if geometry.refusal:
+        raise typer.Exit(BAD_INPUT)
     if mismatch:
         raise typer.Exit(FAILED)
 
 
 def report(name: str, geometry: ModelGeometry, wanted: list[int], artifact: Artifact | None) -> dict[str, Any]:
     """Everything that can be said without weights. Bytes are of a 16-bit cache."""
+    from ..calibration.methods import auto_codecs
     from ..evaluate.memory import HALF, footprint, row_bytes
-    from ..method.codecs import CodecSpec
 
     config: OscarConfig = artifact.config if artifact else DEFAULTS
     transforms = artifact.layers if artifact else None
-    default = CodecSpec("int2", config.group_size)
+    default = auto_codecs(config)
 
     def per_token(layer: LayerGeometry) -> tuple[int, int]:
         dense = layer.num_kv_heads * (layer.key_dim + layer.value_dim) * HALF
         if not layer.packed:
             return dense, dense
         t = transforms[layer.index] if transforms else None
-        codecs = (t.key_codec, t.value_codec) if t else (default, default)
+        codecs = (t.key_codec, t.value_codec) if t else default
         return dense, layer.num_kv_heads * row_bytes(layer, *codecs)
 
     layers = []
@@ -106,10 +109,9 @@ def report(name: str, geometry: ModelGeometry, wanted: list[int], artifact: Arti
         dense, packed = per_token(layer) if keeps else (0, 0)
         layers.append({**asdict(layer), "dense_bytes_per_token": dense, "packed_bytes_per_token": packed})
     saving = []
-    if not geometry.refusal and geometry.packed:
-        for n in wanted:
-            f = footprint(geometry, config, n, HALF, transforms)
-            saving.append({"length": n, "dense_bytes": f.dense, "packed_bytes": f.packed, "ratio": f.ratio})
+    for n in wanted if geometry.packed else ():
+        f = footprint(geometry, config, n, HALF, transforms)
+        saving.append({"length": n, "dense_bytes": f.dense, "packed_bytes": f.packed, "ratio": f.ratio})
     return {
         "model": name,
         "architecture": geometry.architecture,
@@ -139,6 +141,16 @@ def describe(artifact: Artifact) -> dict[str, Any]:
         "fidelity": artifact.fidelity,
         "choice_counts": counts if choices else {},
         "choices": choices,
+        "layers": {
+            str(i): {
+                "num_kv_heads": t.num_kv_heads,
+                "key_dim": t.key_dim,
+                "value_dim": t.value_dim,
+                "key_codec": asdict(t.key_codec),
+                "value_codec": asdict(t.value_codec),
+            }
+            for i, t in sorted(artifact.layers.items())
+        },
         "warnings": artifact.provenance.get("warnings", []),
     }
 
@@ -151,7 +163,8 @@ def show_model(result: dict[str, Any]) -> None:
     from ..evaluate.memory import human
 
     say(f"{result['model']}: {result['architecture']}")
-    if result["refusal"]:
+    refused = bool(result["refusal"])
+    if refused:
         say(f"refused: {result['refusal']}")
 
     def same(layer: dict[str, Any]) -> tuple[Any, ...]:
@@ -171,16 +184,16 @@ def show_model(result: dict[str, Any]) -> None:
                 dims.pop() if len(dims) == 1 else f"{first['key_dim']}/{first['value_dim']}",
                 first["decision"],
                 str(first["dense_bytes_per_token"]) if first["dense_bytes_per_token"] else "-",
-                str(first["packed_bytes_per_token"]) if first["dense_bytes_per_token"] else "-",
+                *([] if refused else [str(first["packed_bytes_per_token"]) if first["dense_bytes_per_token"] else "-"]),
             ]
         )
     if rows:
-        columns = ["layers", "<kind", "heads", "KV\nheads", "head\ndim", "<cache", "bytes/\ntoken", "with\noscar"]
-        show_table(columns, rows)
+        columns = ["layers", "<kind", "heads", "KV\nheads", "head\ndim", "<cache", "bytes/\ntoken"]
+        show_table(columns if refused else [*columns, "with\noscar"], rows)
+    if refused:
+        return
     for reason in dict.fromkeys(f"{layer['decision']}: {layer['reason']}" for layer in result["layers"]):
         say(f"  {reason}")
-    if not result["saving"]:
-        return
     packed = [layer for layer in result["layers"] if layer["decision"] == "packed"]
     dense_bytes = sum(layer["dense_bytes_per_token"] for layer in packed)
     coded = sum(layer["packed_bytes_per_token"] for layer in packed)
@@ -211,12 +224,43 @@ def show_artifact(described: dict[str, Any], layers: bool) -> None:
         rows = [[n, *(str(counts[side].get(n, 0)) for side in ("key", "value"))] for n in names]
         show_table(["<choice", "heads, K", "heads, V"], rows)
     if layers:
-        rows = [[i, compact(c["key"]), compact(c["value"])] for i, c in described["choices"].items()]
-        show_table(["layer", "<keys, by head", "<values, by head"], rows)
+        show_layers(described)
     say(fidelity_line(described["fidelity"]))
     for warning in described["warnings"]:
         say(f"warning: {warning}")
     say("fits the model: " + ("yes" if described["fits_model"] else f"NO: {described['mismatch']}"))
+
+
+def show_layers(described: dict[str, Any]) -> None:
+    """What each head uses where ``auto`` chose it, else what all heads of a layer share."""
+    if described["choices"]:
+        rows = [[i, compact(c["key"]), compact(c["value"])] for i, c in described["choices"].items()]
+        show_table(["layer", "<keys, by head", "<values, by head"], rows)
+        return
+    from ..method.codecs.base import group_length
+
+    say(f"Method {described['method']} treats all heads alike; only auto chooses per head. What each layer holds:")
+
+    def codec(c: dict[str, Any], dim: int) -> str:
+        scale = "searched scale" if c["search"] else f"clip {c['clip']:g}" if c["clip"] else "min/max"
+        group = dim if c["name"].startswith("digits") else group_length(dim, c["group_size"])
+        return f"{c['name']}, {scale} per {group} channels"
+
+    rows = []
+    for _, group in groupby(described["layers"].items(), key=lambda item: item[1]):
+        members = list(group)
+        layer = members[0][1]
+        dims = dict.fromkeys((str(layer["key_dim"]), str(layer["value_dim"])))
+        rows.append(
+            [
+                ranges([int(i) for i, _ in members]),
+                str(layer["num_kv_heads"]),
+                "/".join(dims),
+                codec(layer["key_codec"], layer["key_dim"]),
+                codec(layer["value_codec"], layer["value_dim"]),
+            ]
+        )
+    show_table(["layers", "KV\nheads", "head\ndim", "<keys", "<values"], rows)
 
 
 def compact(choices: list[str]) -> str:
@@ -227,8 +271,9 @@ def compact(choices: list[str]) -> str:
 
 def fidelity_line(fidelity: dict[str, Any]) -> str:
     """What was measured at the end of a calibration."""
-    if not fidelity or "kl_mean" not in fidelity:
-        return "fidelity: not measured (imported rotations)"
+    wanted = ("kl_mean", "top1_agreement", "perplexity", "windows", "length", "text")
+    if any(fidelity.get(name) is None for name in wanted):
+        return "fidelity: not measured"
     return (
         f"fidelity: KL to dense {fidelity['kl_mean']:.4f} nats, top-1 agreement {fidelity['top1_agreement']:.1%}, "
         f"perplexity {fidelity['perplexity']:.2f} on {fidelity['windows']} windows of {fidelity['length']} tokens of "

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import InputError
-from .common import (
-    FAILED,
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    OutputOption,
-    RevisionOption,
-    TrustOption,
-    check_output,
-    command,
-    emit,
-    load,
-    position_limit,
-    say,
-    short,
-)
+from . import options
+from .common import FAILED, check_output, command, emit, say
 from .progress import Progress
+from .source import ModelSource, check_is_artifact, check_window
 
 if TYPE_CHECKING:
     from ..artifact import Artifact
@@ -36,22 +22,19 @@ KL_FACTOR, KL_MARGIN = 3.0, 0.05  # default limit: factor x what the artifact re
 
 @command
 def verify(
-    artifact: Annotated[Path, typer.Argument(metavar="DIR", help="The artifact.", show_default=False)],
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="MODEL", help="Also check against this model, with a short measurement."),
-    ] = None,
+    artifact: options.ArtifactFolder,
+    model: options.ModelOption = None,
     max_kl: Annotated[
         float | None,
         typer.Option("--max-kl", help=f"Fail above this KL, nats (default: {KL_FACTOR:g} x the recorded KL + {KL_MARGIN:g})."),
     ] = None,
-    length: Annotated[int, typer.Option("--length", help="Tokens of the measured window.")] = LENGTH,
-    revision: RevisionOption = None,
-    trust_remote_code: TrustOption = False,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    as_json: JsonOption = False,
-    output: OutputOption = None,
+    length: options.WindowLength = LENGTH,
+    revision: options.Revision = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    as_json: options.Json = False,
+    output: options.Output = None,
 ) -> None:
     """Check an artifact, and with --model its fit and fidelity. Exit status 1: a check failed."""
     check_output(output)
@@ -59,6 +42,8 @@ def verify(
         raise InputError("--max-kl needs --model: fidelity is measured on a model")
     if max_kl is not None and not max_kl >= 0:
         raise InputError(f"--max-kl must be 0 or more, got {max_kl}")
+    check_window(length)
+    check_is_artifact(artifact, option="")
     if not artifact.is_dir():
         raise InputError(f"{artifact}: no such artifact folder")
     from ..artifact import DESCRIPTION, Artifact, ArtifactError
@@ -69,7 +54,7 @@ def verify(
     result: dict[str, Any] = {"artifact": str(artifact), "passed": False, "checks": checks, "warnings": []}
     loaded: Artifact | None = None
     try:
-        loaded = Artifact.load(artifact)
+        loaded = Artifact.load(artifact, check=False)
     except (ArtifactError, KeyError, TypeError, ValueError) as error:
         checks.append(check("files are complete", False, str(error)))
     if loaded is not None:
@@ -79,20 +64,8 @@ def verify(
         result["warnings"] = loaded.provenance.get("warnings", [])
         if model:
             with Progress() as progress:
-                checks.extend(
-                    against_model(
-                        loaded,
-                        model,
-                        max_kl,
-                        length,
-                        progress,
-                        result,
-                        device=device,
-                        dtype=dtype,
-                        revision=revision,
-                        trust_remote_code=trust_remote_code,
-                    )
-                )
+                source = ModelSource(model, progress, revision, trust_remote_code, device, dtype)
+                checks.extend(against_model(loaded, source, max_kl, length, result))
     result["passed"] = all(entry["passed"] for entry in checks)
 
     def show() -> None:
@@ -112,29 +85,27 @@ def check(name: str, passed: bool, detail: str = "") -> dict[str, Any]:
 
 
 def against_model(
-    artifact: Artifact,
-    model: str,
-    max_kl: float | None,
-    length: int,
-    progress: Progress,
-    result: dict[str, Any],
-    **how: Any,
+    artifact: Artifact, source: ModelSource, max_kl: float | None, length: int, result: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Fingerprint and fidelity; the measurement is skipped if anything before it failed."""
     from ..artifact import ArtifactError
-    from ..loading import load_config
+    from ..calibration.split import position_limit
 
-    progress.step("reading the config")
-    config = load_config(model, revision=how["revision"], trust_remote_code=how["trust_remote_code"])
     try:
-        artifact.check_model(config)
+        config = source.config(artifact)
     except ArtifactError as error:
         return [check("fits the model", False, str(error))]
-    fits = check("fits the model", True, short(model) if artifact.fingerprint else f"{short(model)}, by shapes alone")
+    fits = check("fits the model", True, source.short if artifact.fingerprint else f"{source.short}, by shapes alone")
     if artifact.problems():
         return [fits]
-    loaded, tokenizer = load(model, progress, artifact=artifact, **how)
-    measured = measure(artifact, loaded, tokenizer, length, progress, short(model))
+    if (limit := position_limit(config)) and limit < length:
+        result["warnings"] = [
+            *result["warnings"],
+            f"a window of {length} tokens was asked for, {limit} are used: the model has {limit} positions",
+        ]
+        length = limit
+    tokenizer = source.tokenizer()
+    measured = measure(artifact, source.weights(), tokenizer, length, source.progress, source.short)
     result["fidelity"] = measured
     row = next(r for r in measured["results"] if r["method"] != "dense")
     return [fits, judge(row["kl_mean"], artifact.fidelity.get("kl_mean"), max_kl)]
@@ -148,7 +119,6 @@ def measure(artifact: Artifact, model: Any, tokenizer: Any, length: int, progres
     from ..geometry import model_geometry
 
     text = builtin_text("evaluation")
-    length = min(length, position_limit(model) or length)
     windows = spread_windows(tokenize(tokenizer, text), length, 1, prefix(tokenizer), text.name)
     return evaluate(
         model,

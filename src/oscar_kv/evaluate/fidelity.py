@@ -15,6 +15,7 @@ from ..calibration.methods import build_method
 from ..config import OscarConfig
 from ..errors import InputError
 from ..geometry import ModelGeometry
+from ..measures import figures, stacked
 from ..method.statistics import LayerMoments
 from ..method.transform import LayerTransform
 from ..simulate import Requantizer, TokenMetrics, Windows, compare
@@ -193,25 +194,21 @@ def summarise(metrics: list[TokenMetrics], start: int) -> dict[str, Any]:
 
     Intervals are of the mean over windows, 95 %, by Student's t; null for a single window.
     """
-    kl = torch.stack([m.kl for m in metrics])  # [windows, T - 1]
-    agree = torch.stack([m.agree for m in metrics]).float()
-    nll = torch.stack([m.nll for m in metrics])
-    last = kl.shape[1]
+    kl, agree, nll = stacked(metrics, start)  # [windows, T - 1 - start]
+    last = start + kl.shape[1]
     edges = [start, *[edge for edge in BUCKETS if start < edge < last], last]
+
+    def row(kl: Tensor, agree: Tensor, nll: Tensor) -> dict[str, Any]:
+        return {**figures(kl, agree, nll), **intervals(kl, agree)}
+
+    def bucket(lo: int, hi: int) -> dict[str, Any]:
+        part = slice(lo - start, hi - start)
+        return {"start": lo, "end": hi, "tokens": kl[:, part].numel(), **row(kl[:, part], agree[:, part], nll[:, part])}
+
     return {
-        **_row(kl[:, start:], agree[:, start:], nll[:, start:]),
-        **intervals(kl[:, start:], agree[:, start:]),
-        "kl_per_window": [float(w) for w in kl[:, start:].mean(1)],
-        "buckets": [
-            {
-                "start": lo,
-                "end": hi,
-                "tokens": kl.shape[0] * (hi - lo),
-                **_row(kl[:, lo:hi], agree[:, lo:hi], nll[:, lo:hi]),
-                **intervals(kl[:, lo:hi], agree[:, lo:hi]),
-            }
-            for lo, hi in itertools.pairwise(edges)
-        ],
+        **row(kl, agree, nll),
+        "kl_per_window": [float(w) for w in kl.mean(1)],
+        "buckets": [bucket(lo, hi) for lo, hi in itertools.pairwise(edges)],
     }
 
 
@@ -221,21 +218,6 @@ def intervals(kl: Tensor, agree: Tensor) -> dict[str, list[float] | None]:
         "kl_interval": t_interval(kl.double().mean(1).tolist(), least=0.0),
         "top1_interval": t_interval(agree.double().mean(1).tolist(), least=0.0, most=1.0),
     }
-
-
-def _row(kl: Tensor, agree: Tensor, nll: Tensor) -> dict[str, float]:
-    return {
-        "kl_mean": float(kl.double().mean()),
-        "kl_p99": percentile(kl.flatten(), 0.99),
-        "top1_agreement": float(agree.double().mean()),
-        "perplexity": float(nll.double().mean().exp()),
-    }
-
-
-def percentile(values: Tensor, share: float) -> float:
-    """By nearest rank; works for any number of values."""
-    ordered = values.sort().values
-    return float(ordered[min(len(ordered) - 1, int(share * len(ordered)))])
 
 
 def bits(

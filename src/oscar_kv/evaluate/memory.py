@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..cache.store import packed_nbytes
+from ..calibration.methods import auto_codecs
 from ..config import OscarConfig
 from ..geometry import LayerGeometry, ModelGeometry
 from ..method.codecs import CodecSpec, make_codec
@@ -48,9 +49,8 @@ def packed_layer_nbytes(
     layer: LayerGeometry, config: OscarConfig, length: int, itemsize: int, transforms: Mapping[int, LayerTransform] | None
 ) -> int:
     """Bytes of one packed layer; codecs from the transforms, or the default codec."""
-    default = CodecSpec("int2", config.group_size)
     t = transforms[layer.index] if transforms else None
-    codecs = (t.key_codec, t.value_codec) if t else (default, default)
+    codecs = (t.key_codec, t.value_codec) if t else auto_codecs(config)
     dims = (layer.key_dim, layer.value_dim)
     return packed_nbytes(length, layer.num_kv_heads, dims, row_bytes(layer, *codecs), itemsize, config)
 

@@ -8,17 +8,19 @@ keep transformers' own cache layers.
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from ..artifact import Artifact
 from ..attention import HANDLE, NAME, AttentionCall, decoder_config, use_oscar
 from ..cache.dense import DenseStore
-from ..cache.store import Block, History, PackedStore, Store
+from ..cache.store import DECODE_BLOCK, Block, History, PackedStore, Store
 from ..config import OscarConfig
 from ..geometry import ModelGeometry, model_geometry
 from ..kernels.dispatch import tiered_attention
@@ -73,7 +75,7 @@ class OscarCache(Cache):  # type: ignore[misc]
         use_oscar(model)
         self.geometry = geometry
         self._decoder_config = decoder_config(model)
-        layers = DynamicCache(config=self._decoder_config).layers
+        layers = self._stock_layers()
         for index, store in stores.items():
             layers[index] = OscarLayer(store, index)
         super().__init__(layers=layers)
@@ -94,7 +96,8 @@ class OscarCache(Cache):  # type: ignore[misc]
         """Take one layer's new keys and values; called by the model.
 
         Raises:
-            RuntimeError: the model is set to another attention implementation, which would not see the history.
+            RuntimeError: the model is set to another attention implementation, which would not see the history; or an earlier
+            call was interrupted between two layers.
         """
         implementation = self._decoder_config._attn_implementation
         if implementation != NAME:
@@ -102,8 +105,35 @@ class OscarCache(Cache):  # type: ignore[misc]
                 f"OscarCache needs attn_implementation={NAME!r}, the model is set to {implementation!r}: call "
                 f"model.set_attn_implementation({NAME!r}) (any other implementation would not read the packed history)"
             )
+        self._check_lengths(layer_idx)
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
+
+    def _check_lengths(self, layer_idx: int) -> None:
+        """At the first layer of a call, all layers must hold the same tokens."""
+        growing = [i for i, layer in enumerate(self.layers) if isinstance(layer, (OscarLayer, DynamicLayer))]
+        if layer_idx != growing[0]:
+            return
+        lengths = [self.layers[i].get_seq_length() for i in growing]
+        for i, length in zip(growing, lengths, strict=True):
+            if length != lengths[0]:
+                raise RuntimeError(
+                    f"layer {layer_idx} holds {lengths[0]} tokens and layer {i} holds {length}: an earlier forward call was "
+                    "interrupted between them. reset() the cache and give the tokens again"
+                )
+
+    def reset(self) -> None:
+        """Forget all tokens and free their memory, in every layer."""
+        stock = self._stock_layers()
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, OscarLayer):
+                layer.reset()
+            else:
+                self.layers[index] = stock[index]
+
+    def _stock_layers(self) -> list[Any]:
+        layers: list[Any] = DynamicCache(config=self._decoder_config).layers
+        return layers
 
     def crop(self, tokens: int) -> None:
         """Remove tokens from the end.
@@ -112,12 +142,21 @@ class OscarCache(Cache):  # type: ignore[misc]
             tokens: negative: remove that many tokens; positive: keep that many; 0: nothing.
 
         Removing up to ``slack`` tokens leaves no trace. Beyond that, tokens of the recent window that have lost their dense
-        copy are read from their codes.
+        copy are read from their codes; in assisted decoding, which would no longer be plain greedy then, that is refused.
+
+        Raises:
+            ValueError: more tokens than are held, or more than ``slack`` rejected by assisted decoding.
         """
         held = self.get_seq_length()
         remove = -tokens if tokens < 0 else max(0, held - tokens) if tokens else 0
         if remove > held:
             raise ValueError(f"cannot remove {remove} tokens: the cache holds {held}")
+        slack = self.settings.slack
+        if remove > slack and any(layer.stepwise for layer in self.layers if isinstance(layer, OscarLayer) and layer.packed):
+            raise ValueError(
+                f"assisted decoding rejected {remove} proposed tokens, but the cache keeps dense copies for {slack} (slack): "
+                f"use OscarCache(..., slack={remove}) or more, or shorter proposals (num_assistant_tokens)"
+            )
         if remove:
             for layer in sorted(self.layers, key=lambda layer: isinstance(layer, OscarLayer)):
                 layer.crop(-remove)  # layers that may refuse come first, so that a refusal changes nothing
@@ -140,14 +179,9 @@ class OscarCache(Cache):  # type: ignore[misc]
     @property
     def other_nbytes(self) -> int:
         """Allocated bytes of the layers that stay as transformers has them (sliding, linear)."""
-        total = 0
-        for layer in self.layers:
-            if isinstance(layer, OscarLayer):
-                continue
-            for name in ("keys", "values"):
-                tensor = getattr(layer, name, None)
-                total += tensor.untyped_storage().nbytes() if isinstance(tensor, Tensor) else 0
-        return total
+        others = [vars(layer) for layer in self.layers if not isinstance(layer, OscarLayer)]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(others)}
+        return sum(storages.values())
 
     def bits_per_element(self) -> float:
         """Allocated bits per key or value element of the packed layers, at the present length."""
@@ -176,6 +210,10 @@ class OscarLayer(CacheLayerMixin):  # type: ignore[misc]
         self.batch_size = -1
         self.stepwise = False  # several tokens of one call each read what single steps would read
         self._waiting = False
+
+    @property
+    def packed(self) -> bool:
+        return isinstance(self.store, PackedStore)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Stores allocate on their first append."""
@@ -219,7 +257,7 @@ class OscarLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         self.store.reset()
-        self._waiting = False
+        self._waiting = self.stepwise = False
 
     def crop(self, tokens: int) -> None:
         """Negative: remove; see :meth:`OscarCache.crop`."""
@@ -245,6 +283,15 @@ class OscarLayer(CacheLayerMixin):  # type: ignore[misc]
         raise NotImplementedError("OscarCache does not offload: its packed history is small enough to stay on the device")
 
     prefetch = offload
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in a nest of lists and dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
 
 
 class _Handle:
@@ -288,9 +335,13 @@ class _Handle:
         store = self.layer.store
         key, value = call.key[:, :, : queries.stop], call.value[:, :, : queries.stop]
         columns = torch.arange(history.start, history.start + queries.stop, device=key.device)
+        present = [
+            Block(key[:, :, lo : lo + DECODE_BLOCK], value[:, :, lo : lo + DECODE_BLOCK], columns[lo : lo + DECODE_BLOCK])
+            for lo in range(0, queries.stop, DECODE_BLOCK)
+        ]
         output, _ = tiered_attention(
             call.query[:, :, queries],
-            [*history.dense_blocks(), Block(key, value, columns)],
+            itertools.chain(history.dense_blocks(), present),
             history.packed_blocks(),
             store.transform if isinstance(store, PackedStore) else None,
             start=history.start + queries.start,

@@ -65,12 +65,13 @@ def tiered_attention(
         Output ``[B, Hq, T, Dv]`` in the query's dtype and log-sum-exp ``[B, Hq, T]``. Accumulates in float32, or in
         float64 for a float64 query. A query that sees nothing gets zeros.
     """
-    state = _Softmax(query, transform, start, scaling, mask, softcap)
-    for block in dense:
-        state.add(block, packed=False)
-    for block in packed:
-        state.add(block, packed=True)
-    return state.result(sinks)
+    with torch.autocast(query.device.type, enabled=False):
+        state = _Softmax(query, transform, start, scaling, mask, softcap)
+        for block in dense:
+            state.add(block, packed=False)
+        for block in packed:
+            state.add(block, packed=True)
+        return state.result(sinks)
 
 
 class _Softmax:
@@ -113,12 +114,12 @@ class _Softmax:
             self._begin(block.keys.shape[1], block.values.shape[-1])
         if not block.columns.shape[-1]:
             return
-        for lo in range(0, self.tokens, QUERY_BLOCK):
-            self._add(block, packed, slice(lo, min(self.tokens, lo + QUERY_BLOCK)))
-
-    def _add(self, block: KeyBlock, packed: bool, t: slice) -> None:
-        assert self.top is not None
         keys, values = block.keys.to(self.dtype), block.values.to(self.dtype)
+        for lo in range(0, self.tokens, QUERY_BLOCK):
+            self._add(block, keys, values, packed, slice(lo, min(self.tokens, lo + QUERY_BLOCK)))
+
+    def _add(self, block: KeyBlock, keys: Tensor, values: Tensor, packed: bool, t: slice) -> None:
+        assert self.top is not None
         query = (self.turned if packed else self.raw)[:, :, :, t]
         logits = query @ keys[:, :, None].mT  # [B, Hkv, G, T, N]
         if packed:

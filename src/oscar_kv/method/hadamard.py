@@ -108,6 +108,17 @@ def hadamard(dim: int) -> Tensor:
     return _hadamard(dim)[0].clone()
 
 
+def mixing(dim: int) -> Tensor:
+    """Orthogonal float64 ``[dim, dim]`` that spreads every coordinate over all others: :func:`hadamard` where a true one is
+    known, else the Hartley transform, whose entries are at most ``sqrt(2 / dim)``."""
+    if construction(dim) != "blocks":
+        return hadamard(dim)
+    index = torch.arange(dim, dtype=torch.float64)
+    angle = 2 * torch.pi * torch.outer(index, index) / dim
+    matrix: Tensor = (angle.cos() + angle.sin()) / dim**0.5
+    return matrix
+
+
 def construction(dim: int) -> str:
     """How :func:`hadamard` built this order: "sylvester", "sylvester4xpaley20", ... or "blocks" (no true one known)."""
     return _hadamard(dim)[1]

@@ -25,6 +25,7 @@ def local_errors(
     *,
     scaling: float,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention-output error of each candidate, for keys alone and for values alone, relative to the output's size.
 
@@ -35,6 +36,7 @@ def local_errors(
         rows: query positions to look at, int64 ``[S]``.
         dense: which keys each of them reads in model precision, bool ``[S, T]``.
         scaling, softcap: of the layer's logits.
+        sinks: learned sink logits ``[Hq]``, in the softmax but without a value.
 
     Returns:
         Two float64 ``[candidates, Hkv]``.
@@ -48,7 +50,11 @@ def local_errors(
         logits = logits * scaling
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        return torch.softmax(logits.masked_fill(future, float("-inf")), -1)
+        logits = logits.masked_fill(future, float("-inf"))
+        if sinks is not None:
+            extra = sinks.to(logits).reshape(heads, -1, 1, 1).expand(*logits.shape[:-1], 1)
+            logits = torch.cat([logits, extra], -1)
+        return torch.softmax(logits, -1)[..., :tokens]
 
     def size(error: Tensor) -> Tensor:
         e = error.double().flatten(1, 2)  # [Hkv, G S, Dv]

@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from .sensitivity import ReadWeights
+
 
 @dataclass
 class LayerMoments:
@@ -30,6 +32,8 @@ class LayerMoments:
         value_scores: ``[Hkv, Dv, Dv]`` second moment of the attention output, ``V^T S^T S V`` (the paper's text).
         output_metric: ``[Hkv, Dv, Dv]`` sum over the G heads of ``W_o,h W_o,h^T``; identity where no output
             projection was found.
+        query_read, key_read_second, key_read_mean, value_read_second, value_read_mean: ``query``, ``key_second``, ... once
+            more, weighted by what attention reads from codes (:mod:`.sensitivity`); equal to them in a head that reads nothing.
     """
 
     query: Tensor
@@ -40,14 +44,23 @@ class LayerMoments:
     value_sst: Tensor
     value_scores: Tensor
     output_metric: Tensor
+    query_read: Tensor
+    key_read_second: Tensor
+    key_read_mean: Tensor
+    value_read_second: Tensor
+    value_read_mean: Tensor
 
-    def key_spread(self, centred: bool) -> Tensor:
-        """Second moment of what is stored for keys: about the mean if centred, else about zero. ``[Hkv, D, D]``."""
-        return _centred(self.key_second, self.key_mean) if centred else self.key_second
+    def key_side(self, read: bool = False) -> SideMoments:
+        """Plain, or weighted by what attention reads."""
+        if read:
+            return SideMoments(self.key_read_second, self.key_read_mean, self.query_read)
+        return SideMoments(self.key_second, self.key_mean, self.query)
 
-    def value_spread(self, centred: bool) -> Tensor:
-        """The same for values, ``[Hkv, Dv, Dv]``."""
-        return _centred(self.value_second, self.value_mean) if centred else self.value_second
+    def value_side(self, read: bool = False) -> SideMoments:
+        """The same for values."""
+        if read:
+            return SideMoments(self.value_read_second, self.value_read_mean, self.output_metric)
+        return SideMoments(self.value_second, self.value_mean, self.output_metric)
 
     @property
     def num_kv_heads(self) -> int:
@@ -55,6 +68,25 @@ class LayerMoments:
 
     def tensors(self) -> dict[str, Tensor]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True)
+class SideMoments:
+    """What a transform of one side is built from.
+
+    Attributes:
+        second: ``[Hkv, D, D]``, about zero.
+        mean: ``[Hkv, D]``.
+        metric: ``[Hkv, D, D]``, how an error of a stored vector is weighed.
+    """
+
+    second: Tensor
+    mean: Tensor
+    metric: Tensor
+
+    def spread(self, centred: bool) -> Tensor:
+        """Second moment of what is stored: about the mean if centred, else about zero. ``[Hkv, D, D]``."""
+        return _centred(self.second, self.mean) if centred else self.second
 
 
 def _centred(second: Tensor, mean: Tensor) -> Tensor:
@@ -87,8 +119,16 @@ class MomentAccumulator:
         self.sst = zeros(num_kv_heads, value_dim, value_dim)
         self.scores = zeros(num_kv_heads, value_dim, value_dim)
         self.rows = self.packed = self.tokens = 0
+        self.read = {
+            "query": zeros(num_kv_heads, key_dim, key_dim),
+            "key_second": zeros(num_kv_heads, key_dim, key_dim),
+            "key_mean": zeros(num_kv_heads, key_dim),
+            "value_second": zeros(num_kv_heads, value_dim, value_dim),
+            "value_mean": zeros(num_kv_heads, value_dim),
+        }
+        self.read_mass = {side: zeros(num_kv_heads) for side in ("query", "key", "value")}
 
-    def add(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+    def add(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, weights: ReadWeights | None = None) -> None:
         """Add one sequence.
 
         Args:
@@ -96,6 +136,7 @@ class MomentAccumulator:
             key: ``[Hkv, T, D]``.
             value: ``[Hkv, T, Dv]``.
             output: ``[Hq, T, Dv]``, the attention output before the output projection.
+            weights: of this sequence, for the read moments.
 
         Raises:
             ValueError: a tensor holds NaN or infinity.
@@ -113,6 +154,8 @@ class MomentAccumulator:
         weight = ((k @ (q_gram / q.shape[1])) * k).sum(-1)  # [Hkv, T]
         weight *= tokens / weight.sum(-1, keepdim=True).clamp_min(1e-300)
         self.sst += (v * weight.unsqueeze(-1)).mT @ v
+        if weights is not None:
+            self._add_read(query[:, weights.rows].double().reshape(heads, -1, query.shape[-1]), k, v, weights)
         k, v = k[:, self.sink :], v[:, self.sink :]
         self.key += k.mT @ k
         self.key_sum += k.sum(1)
@@ -122,6 +165,23 @@ class MomentAccumulator:
         self.tokens += tokens
         self.packed += k.shape[1]
 
+    def _add_read(self, query: Tensor, key: Tensor, value: Tensor, weights: ReadWeights) -> None:
+        """``query [Hkv, G S, D]``, ``key [Hkv, T, D]``, ``value [Hkv, T, Dv]``, all float64."""
+        parts = {"query": query, "key": key, "value": value}
+        mass = {"query": weights.query.reshape(query.shape[:2]), "key": weights.key, "value": weights.value}
+        for side, x in parts.items():
+            w = mass[side].double()
+            weighed = x * w.unsqueeze(-1)
+            self.read_mass[side] += w.sum(-1)
+            self.read["query" if side == "query" else f"{side}_second"] += weighed.mT @ x
+            if side != "query":
+                self.read[f"{side}_mean"] += weighed.sum(1)
+
+    def _read(self, name: str, plain: Tensor) -> Tensor:
+        """A read moment, or the plain one in heads whose weights are all zero."""
+        mass = self.read_mass[name.split("_")[0]].reshape(-1, *[1] * (plain.dim() - 1))
+        return torch.where(mass > 0, self.read[name] / mass.clamp_min(1e-300), plain)
+
     def result(self, output_metric: Tensor) -> LayerMoments:
         """The moments.
 
@@ -130,13 +190,22 @@ class MomentAccumulator:
         """
         if not self.packed:
             raise ValueError(f"no position beyond the first {self.sink} (sink) was seen: use longer sequences")
+        plain = {
+            "query": self.query / self.rows,
+            "key_second": self.key / self.packed,
+            "key_mean": self.key_sum / self.packed,
+            "value_second": self.value / self.packed,
+            "value_mean": self.value_sum / self.packed,
+        }
+        read = {name: self._read(name, tensor) for name, tensor in plain.items()}
         return LayerMoments(
-            query=self.query / self.rows,
-            key_second=self.key / self.packed,
-            key_mean=self.key_sum / self.packed,
-            value_second=self.value / self.packed,
-            value_mean=self.value_sum / self.packed,
+            **plain,
             value_sst=self.sst / self.tokens,
             value_scores=self.scores / self.rows,
             output_metric=output_metric.to(self.query),
+            query_read=read["query"],
+            key_read_second=read["key_second"],
+            key_read_mean=read["key_mean"],
+            value_read_second=read["value_second"],
+            value_read_mean=read["value_mean"],
         )

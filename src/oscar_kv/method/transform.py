@@ -8,18 +8,22 @@ attention output returns through ``output_out``, ``value_in @ output_out = I``.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .codecs import Codec, CodecSpec, make_codec
-from .hadamard import bit_reversal, hadamard
+from .codecs import Codec, CodecSpec, Layout, has_layout, make_codec
+from .codecs.digits import GAUSS_STEP, allocate
+from .hadamard import bit_reversal, hadamard, mixing
 from .statistics import LayerMoments
 
-TENSORS = ("key_in", "query_in", "value_in", "output_out", "key_mean", "value_mean")
-# Transforms a side (K or V) can use. "balanced" takes a power alpha in [0, 1].
-TRANSFORMS = ("none", "hadamard", "oscar", "balanced")
+MATRICES = ("key_in", "query_in", "value_in", "output_out")
+TENSORS = (*MATRICES, "key_mean", "value_mean")
+LAYOUTS = ("key_digits", "key_step", "value_digits", "value_step")  # of sides whose codec has a layout
+# Transforms a side (K or V) can use. "balanced" and "allocated" take a power alpha in [0, 1].
+TRANSFORMS = ("none", "hadamard", "oscar", "balanced", "allocated")
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class LayerTransform:
         key_mean: ``[Hkv, D]``, zero where keys are not centred.
         value_mean: ``[Hkv, Dv]``.
         key_codec, value_codec: how the transformed rows are stored.
+        key_digits, key_step, value_digits, value_step: ``[Hkv, D]``, the layout of a side whose codec has one, else None.
     """
 
     key_in: Tensor
@@ -42,6 +47,10 @@ class LayerTransform:
     value_mean: Tensor
     key_codec: CodecSpec
     value_codec: CodecSpec
+    key_digits: Tensor | None = None
+    key_step: Tensor | None = None
+    value_digits: Tensor | None = None
+    value_step: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> LayerTransform:
         return self  # never changed in place: copies of a cache share it
@@ -59,11 +68,24 @@ class LayerTransform:
         return int(self.value_in.shape[-1])
 
     def codecs(self) -> tuple[Codec, Codec]:
-        """The codecs of keys and of values."""
-        return make_codec(self.key_codec, self.key_dim), make_codec(self.value_codec, self.value_dim)
+        """The codecs of keys and of values.
+
+        Raises:
+            ValueError: unknown codec, or a layout that does not fit.
+        """
+        return self._codecs
+
+    @cached_property
+    def _codecs(self) -> tuple[Codec, Codec]:
+        return (
+            make_codec(self.key_codec, self.key_dim, _layout(self.key_digits, self.key_step)),
+            make_codec(self.value_codec, self.value_dim, _layout(self.value_digits, self.value_step)),
+        )
 
     def tensors(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in TENSORS}
+        """All tensors by name, layouts where there are any."""
+        present = {name: getattr(self, name) for name in (*TENSORS, *LAYOUTS)}
+        return {name: tensor for name, tensor in present.items() if tensor is not None}
 
     def to(self, device: torch.device | str) -> LayerTransform:
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
@@ -98,7 +120,7 @@ class LayerTransform:
         """
         key_codec, value_codec = self.codecs()
         dtype = torch.promote_types(key.dtype, torch.float32)
-        t = {name: tensor.to(dtype) for name, tensor in self.tensors().items()}
+        t = {name: getattr(self, name).to(dtype) for name in TENSORS}
         key_mean, value_mean = t["key_mean"].unsqueeze(-2), t["value_mean"].unsqueeze(-2)
         k = (key.to(dtype) - key_mean) @ t["key_in"]
         v = (value.to(dtype) - value_mean) @ t["value_in"]
@@ -133,27 +155,45 @@ class SideChoice:
     Attributes:
         transform: one of ``TRANSFORMS``.
         centred: whether the head's mean is subtracted before encoding.
-        alpha: power of the balanced transform.
+        alpha: power of the balanced transform, or of the metric in an allocated one.
+        read: built from the moments weighted by what attention reads (:mod:`.sensitivity`) instead of the plain ones.
     """
 
     transform: str = "hadamard"
     centred: bool = False
     alpha: float = 1.0
+    read: bool = False
 
     def __post_init__(self) -> None:
         if self.transform not in TRANSFORMS:
             raise ValueError(f"unknown transform {self.transform!r}; known: {', '.join(TRANSFORMS)}")
 
     def __str__(self) -> str:
-        name = f"balanced{self.alpha:g}" if self.transform == "balanced" else self.transform
-        return name + ("+centre" if self.centred else "")
+        name = f"{self.transform}{self.alpha:g}" if self.transform in ("balanced", "allocated") else self.transform
+        return name + ("+centre" if self.centred else "") + ("+read" if self.read else "")
+
+
+def _layout(digits: Tensor | None, step: Tensor | None) -> Layout | None:
+    return None if digits is None or step is None else Layout(digits, step)
 
 
 # -- building one head's matrix ----------------------------------------------------------------------------------
 
 
-def pair(choice: SideChoice, spread: Tensor, target: Tensor, metric: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-    """Matrix into the stored space and its inverse, float64 ``[D, D]`` each, for one head and one side.
+@dataclass(frozen=True)
+class HeadSide:
+    """One head's keys or values: ``into`` the stored space and ``back``, float64 ``[D, D]``, and a layout ``[D]`` or None."""
+
+    into: Tensor
+    back: Tensor
+    digits: Tensor | None = None
+    step: Tensor | None = None
+
+
+def head_side(
+    choice: SideChoice, spread: Tensor, target: Tensor, metric: Tensor, ridge: float, *, exact: bool = True
+) -> HeadSide:
+    """What one choice does to one side of one head.
 
     Args:
         choice: what to build.
@@ -161,18 +201,19 @@ def pair(choice: SideChoice, spread: Tensor, target: Tensor, metric: Tensor, rid
         target: the published recipe's covariance for this side, ``[D, D]``; used by "oscar".
         metric: how errors of a stored vector are weighed: ``C_Q`` for keys, ``sum_h W_o,h W_o,h^T`` for values.
         ridge: damping before inversion, relative to the mean diagonal.
+        exact: in an allocated transform, the first channel is stored in 16 bits and gets no digits.
     """
     dim = spread.shape[-1]
-    if choice.transform == "none":
-        eye = torch.eye(dim, dtype=torch.float64)
-        return eye, eye.clone()
+    if choice.transform == "allocated":
+        return allocated(spread, metric, choice.alpha, ridge, exact)
+    if choice.transform == "balanced":
+        return HeadSide(*balanced(spread, metric, choice.alpha, ridge))
+    rotation = torch.eye(dim, dtype=torch.float64)
     if choice.transform == "hadamard":
         rotation = hadamard(dim)
-        return rotation, rotation.T.clone()
-    if choice.transform == "oscar":
+    elif choice.transform == "oscar":
         rotation = spectral_rotation(target)
-        return rotation, rotation.T.clone()
-    return balanced(spread, metric, choice.alpha, ridge)
+    return HeadSide(rotation, rotation.T.clone())
 
 
 def spectral_rotation(covariance: Tensor) -> Tensor:
@@ -202,8 +243,35 @@ def balanced(spread: Tensor, metric: Tensor, alpha: float, ridge: float) -> tupl
     into = half @ basis
     scale = (torch.trace(s) / torch.trace(into.T @ s @ into)).sqrt()
     into = (into * scale).float().double()  # as it will be stored, so that the inverse belongs to the stored matrix
-    inverse: Tensor = torch.linalg.inv(into)
-    return into, inverse
+    return into, invert(into)
+
+
+def allocated(spread: Tensor, metric: Tensor, alpha: float, ridge: float, exact: bool) -> HeadSide:
+    """Channels that are uncorrelated both in spread and in the metric, strongest first, with digits where they count.
+
+    ``M = C^(alpha / 2) V``, ``V`` the eigenvectors of ``C^(alpha / 2) S C^(alpha / 2)``: in the stored space the metric
+    ``C^alpha`` is the identity and channel i has variance ``lambda_i``, so that the digits which minimise the total error are
+    those of :func:`.codecs.digits.allocate`. Channels of equally many digits are then mixed among themselves, which makes their
+    distributions Gaussian and equal. Scaled to keep the trace of the spread.
+    """
+    dim = spread.shape[-1]
+    s, c = damped(spread, ridge), damped(metric, ridge)
+    (root,) = powers(c, alpha / 2)
+    variance, vectors = torch.linalg.eigh(root @ s @ root)
+    variance, vectors = variance.flip(0).clamp_min(variance[-1] * 1e-14), vectors.flip(1)
+    kept = int(exact)
+    digits = torch.cat([torch.zeros(kept, dtype=torch.int64), allocate(variance[kept:], dim)])
+    deviation = variance.sqrt()
+    for count in range(1, int(digits.max()) + 1):
+        band = (digits == count).nonzero()[:, 0]
+        if len(band):
+            vectors[:, band] = vectors[:, band] @ mixing(len(band))
+            deviation[band] = variance[band].mean().sqrt()
+    into = root @ vectors
+    scale = (torch.trace(s) / torch.trace(into.T @ s @ into)).sqrt()
+    into = (into * scale).float().double()
+    step = torch.tensor(GAUSS_STEP, dtype=torch.float64)[digits] * deviation * scale
+    return HeadSide(into, invert(into), digits, torch.where(digits > 0, step, 1.0))
 
 
 def damped(matrix: Tensor, ridge: float) -> Tensor:
@@ -246,7 +314,7 @@ def build_layer(
         ridge: see :class:`oscar_kv.config.OscarConfig`.
 
     Raises:
-        ValueError: unknown objective, or not one choice per head.
+        ValueError: unknown objective, not one choice per head, or a transform that does not go with the side's codec.
     """
     heads = moments.num_kv_heads
     if len(key_choices) != heads or len(value_choices) != heads:
@@ -259,22 +327,35 @@ def build_layer(
         key_target = key_target.mean(0, keepdim=True).expand_as(key_target)
         value_target = value_target.mean(0, keepdim=True).expand_as(value_target)
 
-    keys, values = [], []
+    for name, codec, choices in (("keys", key_codec, key_choices), ("values", value_codec, value_choices)):
+        if wrong := [c for c in choices if (c.transform == "allocated") != has_layout(codec)]:
+            raise ValueError(f"{name}: transform {str(wrong[0])!r} does not go with codec {codec.name!r}")
+    keys, values, key_means, value_means = [], [], [], []
     for h, (kc, vc) in enumerate(zip(key_choices, value_choices, strict=True)):
-        key_spread, value_spread = moments.key_spread(kc.centred)[h], moments.value_spread(vc.centred)[h]
-        keys.append(pair(kc, key_spread, key_target[h], moments.query[h], ridge))
-        values.append(pair(vc, value_spread, value_target[h], moments.output_metric[h], ridge))
-    key_centred = torch.tensor([c.centred for c in key_choices]).unsqueeze(-1)
-    value_centred = torch.tensor([c.centred for c in value_choices]).unsqueeze(-1)
+        key, value = moments.key_side(kc.read), moments.value_side(vc.read)
+        exact = (key_codec.name == "digits", value_codec.name == "digits")
+        keys.append(head_side(kc, key.spread(kc.centred)[h], key_target[h], key.metric[h], ridge, exact=exact[0]))
+        values.append(head_side(vc, value.spread(vc.centred)[h], value_target[h], value.metric[h], ridge, exact=exact[1]))
+        key_means.append(key.mean[h] * kc.centred)
+        value_means.append(value.mean[h] * vc.centred)
+
+    def stacked(parts: list[Tensor | None]) -> Tensor | None:
+        present = [part.float() for part in parts if part is not None]
+        return torch.stack(present) if present else None
+
     return LayerTransform(
-        key_in=torch.stack([into for into, _ in keys]).float(),
-        query_in=torch.stack([back.T for _, back in keys]).float(),
-        value_in=torch.stack([into for into, _ in values]).float(),
-        output_out=torch.stack([back for _, back in values]).float(),
-        key_mean=torch.where(key_centred, moments.key_mean, 0.0).float(),
-        value_mean=torch.where(value_centred, moments.value_mean, 0.0).float(),
+        key_in=torch.stack([k.into for k in keys]).float(),
+        query_in=torch.stack([k.back.T for k in keys]).float(),
+        value_in=torch.stack([v.into for v in values]).float(),
+        output_out=torch.stack([v.back for v in values]).float(),
+        key_mean=torch.stack(key_means).float(),
+        value_mean=torch.stack(value_means).float(),
         key_codec=key_codec,
         value_codec=value_codec,
+        key_digits=stacked([k.digits for k in keys]),
+        key_step=stacked([k.step for k in keys]),
+        value_digits=stacked([v.digits for v in values]),
+        value_step=stacked([v.step for v in values]),
     )
 
 

@@ -5,21 +5,44 @@ from __future__ import annotations
 from functools import lru_cache
 
 from .base import Codec, CodecSpec, group_length
+from .digits import DigitsCodec, Layout
 from .scalar import Int2Codec
 
-_CODECS: dict[str, type[Int2Codec]] = {"int2": Int2Codec}
+_CODECS: dict[str, type[Int2Codec] | type[DigitsCodec]] = {
+    "int2": Int2Codec,
+    "digits": DigitsCodec,
+    "digits1": DigitsCodec,
+}
 
 
-@lru_cache(maxsize=256)
-def make_codec(spec: CodecSpec, dim: int) -> Codec:
+def make_codec(spec: CodecSpec, dim: int, layout: Layout | None = None) -> Codec:
     """The codec of this specification for vectors of ``dim`` channels.
 
+    Args:
+        spec: name and settings.
+        dim: channels of a row.
+        layout: of the heads, for codecs that need one; without it they know their sizes but cannot encode.
+
     Raises:
-        ValueError: no codec has that name.
+        ValueError: no codec has that name, or the layout does not fit.
     """
     if spec.name not in _CODECS:
         raise ValueError(f"unknown codec {spec.name!r}; known: {', '.join(sorted(_CODECS))}")
+    if layout is not None:
+        if not has_layout(spec):
+            raise ValueError(f"codec {spec.name!r} takes no layout")
+        return DigitsCodec(spec, dim, layout)
+    return _shared(spec, dim)
+
+
+@lru_cache(maxsize=256)
+def _shared(spec: CodecSpec, dim: int) -> Codec:
     return _CODECS[spec.name](spec, dim)
 
 
-__all__ = ["Codec", "CodecSpec", "Int2Codec", "group_length", "make_codec"]
+def has_layout(spec: CodecSpec) -> bool:
+    """Whether this codec needs a :class:`Layout`."""
+    return _CODECS.get(spec.name) is DigitsCodec
+
+
+__all__ = ["Codec", "CodecSpec", "DigitsCodec", "Int2Codec", "Layout", "group_length", "has_layout", "make_codec"]

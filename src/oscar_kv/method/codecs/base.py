@@ -13,8 +13,8 @@ class CodecSpec:
     """Everything that selects a codec, as stored in an artifact.
 
     Attributes:
-        name: registered name, for example "int2".
-        group_size: channels per scale; -1 is one group per row.
+        name: registered name: "int2", "digits", "digits1".
+        group_size: channels per scale; -1 is one group per row. Digits have one scale per row whatever is said here.
         clip: rank-clip ratio of the published recipe, 0 = off.
         search: choose each group's scale and minimum for least squared error instead of from its extremes.
     """
@@ -29,7 +29,11 @@ class CodecSpec:
 
 
 class Codec(Protocol):
-    """Encodes vectors of ``dim`` channels into rows of ``row_bytes`` bytes, each row by itself."""
+    """Encodes vectors of ``dim`` channels into rows of ``row_bytes`` bytes, each row by itself.
+
+    Leading dimensions are free for codecs that treat all heads alike; a codec with a layout per head needs
+    ``[..., Hkv, T, dim]``, and so does everything that handles codecs without asking which.
+    """
 
     spec: CodecSpec
     dim: int

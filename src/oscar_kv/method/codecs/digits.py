@@ -1,0 +1,203 @@
+"""Digits: channels of 0, 2, 4, 6 or 8 bits, each written in base 4, so that a row still is ``dim`` two-bit codes.
+
+Transform coding at two bits on average: after a transform that orders channels by how much their error costs, strong channels
+get several base-4 digits and weak ones none (reverse water-filling; for key caches see also SVDq, arXiv 2502.15304, and KVTC,
+arXiv 2511.01815). Which channel has how many digits is fixed per head at calibration (:class:`Layout`), so a row spends no bit
+on it, and a reader handles the row like INT2: with ``w = 4^j`` for digit j of its channel, every code contributes ``w * code``.
+
+Row layout, ``n = ceil(dim / 4)`` bytes of codes, then the metadata::
+
+    byte 0 .. n-1        slots: slot i in byte i // 4, bits 2 (i % 4) and 2 (i % 4) + 1
+    byte n .. n+1        scale, float16, little endian
+    byte n+2 .. n+3      the first channel, float16, little endian ("digits" only; "digits1" ends with the scale)
+
+Slots follow the channels in order, the most significant digit first. A channel of ``d`` digits whose digits spell the number
+``c`` decodes to ``scale * step * (c - (4^d - 1) / 2)``; a channel without digits to 0; the first channel of "digits" to the
+stored float16. The scale is chosen per row for least squared error; see :mod:`.scalar` for its limits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .base import CodecSpec
+from .scalar import _CHUNK, _CHUNK_DEVICE, MAX_HALF, MIN_SCALE, pack2, round_scale, unpack2
+
+MAX_DIGITS = 4
+# Of a uniform quantizer with 4^d levels on a unit Gaussian: step of least mean squared error, and that error.
+GAUSS_STEP = (0.0, 0.9957, 0.3352, 0.1041, 0.0308)
+GAUSS_ERROR = (1.0, 0.1188, 0.01154, 0.00104, 0.0000935)
+# The search: starting scales relative to the row's size, how many are refined, and how often.
+STARTS = (0.6, 0.75, 0.9, 1.05, 1.2, 1.4)
+KEEP = 2
+REFITS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How the channels of each KV head are coded.
+
+    Attributes:
+        digits: uint8 ``[Hkv, D]``, base-4 digits of each channel, 0 to 4; they sum to ``D`` in every head.
+        step: float32 ``[Hkv, D]``, positive: distance of neighbouring levels at scale 1.
+    """
+
+    digits: Tensor
+    step: Tensor
+
+
+class DigitsCodec:
+    """See the module's text. Without a layout only the sizes are known.
+
+    Raises:
+        ValueError: a layout whose digits do not fill the row, or that is not of this dim.
+    """
+
+    def __init__(self, spec: CodecSpec, dim: int, layout: Layout | None = None) -> None:
+        if dim < 2:
+            raise ValueError(f"a digits codec needs at least two channels, got dim={dim}")
+        self.spec = spec
+        self.dim = dim
+        self.exact = spec.name == "digits"  # the first channel is kept in 16 bits
+        self.code_bytes = -(-dim // 4)
+        self.row_bytes = self.code_bytes + (4 if self.exact else 2)
+        self.layout = layout
+        if layout is not None:
+            self._prepare(layout)
+
+    @property
+    def bits_per_element(self) -> float:
+        return 8.0 * self.row_bytes / self.dim
+
+    def _prepare(self, layout: Layout) -> None:
+        digits, step = layout.digits.to(torch.int64), layout.step
+        if digits.shape[-1] != self.dim or digits.dim() != 2 or step.shape != digits.shape:
+            raise ValueError(f"a layout for {self.dim} channels has shapes {tuple(digits.shape)} and {tuple(step.shape)}")
+        if bool((digits < 0).any() | (digits > MAX_DIGITS).any() | (digits.sum(-1) != self.dim).any()):
+            raise ValueError(f"each head's digits must lie in 0 .. {MAX_DIGITS} and sum to {self.dim}")
+        if not bool((step > 0).all()):
+            raise ValueError("steps must be positive")
+        if self.exact and bool(digits[:, 0].any()):
+            raise ValueError("the first channel is stored in 16 bits and must have no digits")
+        heads, device = digits.shape[0], digits.device
+        last = digits.cumsum(-1) - 1  # slot of each channel's least significant digit
+        slot = torch.arange(self.dim, device=device)
+        channel = torch.searchsorted(last, slot.expand(heads, -1).contiguous())  # [Hkv, D], of each slot
+        self.channel = channel
+        self.shift = 2 * (last.gather(1, channel) - slot)  # [Hkv, D], bits of each slot within its channel's number
+        self.weight = torch.zeros(heads, self.dim, self.dim, device=device)  # slots to channels
+        self.weight.scatter_(2, channel[..., None], (2.0**self.shift)[..., None])
+        self.top = (4.0**digits - 1).unsqueeze(1)  # [Hkv, 1, D], largest number of each channel
+        self.step = step.float().unsqueeze(1)
+        self.cost = torch.where(digits > 0, step.float().square(), 0.0).unsqueeze(1)  # of an error of one step
+        size = torch.tensor(GAUSS_STEP, device=device)[digits].clamp_min(1e-9).unsqueeze(1)
+        self.usual = (self.cost / size.square()).sum(-1, keepdim=True)  # of a row of usual size
+
+    # -- encode ------------------------------------------------------------------------------------------------
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Floating ``[..., Hkv, T, dim]`` to uint8 ``[..., Hkv, T, row_bytes]``; computes in float32.
+
+        Raises:
+            ValueError: not of that shape.
+        """
+        heads = self._heads()
+        if x.dim() < 3 or x.shape[-1] != self.dim or x.shape[-3] != heads:
+            raise ValueError(f"codec for {heads} heads of {self.dim} channels got a tensor of shape {tuple(x.shape)}")
+        flat = x.to(torch.float32).clamp(-MAX_HALF, MAX_HALF).reshape(-1, *x.shape[-3:])
+        limit = _CHUNK if x.device.type == "cpu" else _CHUNK_DEVICE
+        step = max(1, limit // max(1, flat.shape[0] * heads * self.dim))
+        rows = [self._encode_chunk(flat[:, :, lo : lo + step]) for lo in range(0, x.shape[-2], step)]
+        if not rows:
+            return torch.zeros(*x.shape[:-1], self.row_bytes, dtype=torch.uint8, device=x.device)
+        return torch.cat(rows, -2).reshape(*x.shape[:-1], self.row_bytes)
+
+    def _encode_chunk(self, x: Tensor) -> Tensor:
+        unit = x / self.step
+        scale = self._search(unit)  # [L, Hkv, T, 1]
+        numbers = self._nearest(unit, scale).to(torch.int32)
+        index = self.channel.unsqueeze(1).expand(*numbers.shape[:-2], numbers.shape[-2], -1)
+        codes = numbers.gather(-1, index) >> self.shift.unsqueeze(1).to(torch.int32) & 3
+        parts = [scale.to(torch.float16)]
+        if self.exact:
+            parts.append(x[..., :1].to(torch.float16))
+        return torch.cat([pack2(codes.to(torch.uint8)), torch.cat(parts, -1).view(torch.uint8)], -1)
+
+    def _nearest(self, unit: Tensor, scale: Tensor) -> Tensor:
+        """The numbers that channels get, float32 ``[..., D]``."""
+        return (unit / scale).add_((self.top + 1) / 2).floor_().clamp_min_(0.0).minimum(self.top)
+
+    def _search(self, unit: Tensor) -> Tensor:
+        """Scale of each row for least squared error, as 16-bit values: ``[L, Hkv, T, D]`` to ``[L, Hkv, T, 1]``."""
+        energy = (self.cost * unit.square()).sum(-1, keepdim=True)
+        if not self.spec.search:
+            return round_scale(torch.ones_like(energy))
+
+        def trial(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            """Rounded scale, its squared error, and the least-squares scale for its numbers."""
+            scale = round_scale(scale)
+            level = self._nearest(unit, scale).sub_(self.top / 2)
+            cross = (self.cost * unit * level).sum(-1, keepdim=True)
+            square = (self.cost * level.square()).sum(-1, keepdim=True)
+            return scale, energy - 2 * scale * cross + scale.square() * square, cross / square.clamp_min(1e-30)
+
+        usual = (energy / self.usual).sqrt()
+        starts = torch.tensor(STARTS, device=unit.device).reshape(-1, *[1] * unit.dim())
+        scale, error, refit = trial(starts * usual)
+        best_error, index = error.topk(KEEP, 0, largest=False)
+        best_error, best, refit = best_error[0], scale.gather(0, index)[0], refit.gather(0, index)
+        for _ in range(REFITS):
+            scale, error, refit = trial(refit)
+            error, index = error.min(0, keepdim=True)
+            better = error[0] < best_error
+            best_error = torch.where(better, error[0], best_error)
+            best = torch.where(better, scale.gather(0, index)[0], best)
+        return best
+
+    # -- decode ------------------------------------------------------------------------------------------------
+
+    def decode(self, rows: Tensor) -> Tensor:
+        """uint8 ``[..., Hkv, T, row_bytes]`` to float32 ``[..., Hkv, T, dim]``."""
+        self._heads()
+        metadata = self._metadata(rows)
+        codes = unpack2(rows[..., : self.code_bytes], self.dim).to(torch.float32)
+        level = codes @ self.weight - self.top / 2  # exact: small whole numbers
+        x = level.mul_(torch.where(self.cost > 0, self.step, 0.0)).mul_(metadata[..., :1])
+        if self.exact:
+            x[..., 0] = metadata[..., 1]
+        return x
+
+    def saturated(self, rows: Tensor) -> int:
+        metadata = self._metadata(rows)
+        return int((metadata.abs() >= MAX_HALF).any(-1).sum())
+
+    def _metadata(self, rows: Tensor) -> Tensor:
+        """float32 ``[..., 1 or 2]``: the scale, and the first channel of "digits"."""
+        if rows.shape[-1] != self.row_bytes:
+            raise ValueError(f"rows of {self.row_bytes} bytes expected, got shape {tuple(rows.shape)}")
+        metadata = rows[..., self.code_bytes :].clone(memory_format=torch.contiguous_format)
+        return metadata.view(torch.float16).to(torch.float32)
+
+    def _heads(self) -> int:
+        if self.layout is None:
+            raise ValueError(f"codec {self.spec.name!r} needs the layout that calibration chose")
+        return int(self.layout.digits.shape[0])
+
+
+def allocate(variances: Tensor, total: int) -> Tensor:
+    """Digits of each channel, int64 ``[D]``, that minimise the summed squared error of Gaussian channels of these variances.
+
+    Args:
+        variances: float64 ``[D]``, in any order.
+        total: digits to spend.
+    """
+    error = torch.tensor(GAUSS_ERROR, dtype=torch.float64)
+    gain = (error[:-1] - error[1:]).repeat(len(variances), 1) * variances.double().unsqueeze(1)  # falls from digit to digit
+    best = gain.flatten().sort(descending=True, stable=True).indices[:total]
+    return torch.bincount(best // MAX_DIGITS, minlength=len(variances))
+
+
+__all__ = ["GAUSS_ERROR", "GAUSS_STEP", "MAX_DIGITS", "MIN_SCALE", "DigitsCodec", "Layout", "allocate"]
