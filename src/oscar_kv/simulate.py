@@ -20,7 +20,8 @@ from .attention import AttentionCall, intercepted
 from .cache.policy import packed_span, reads_dense
 from .geometry import model_geometry
 
-QUERY_BLOCK = 128  # query positions handled at once
+QUERY_BLOCK = 128  # query positions handled at once on a CPU
+QUERY_BLOCK_DEVICE = 512  # on a GPU: few launches
 LOGITS_AT_ONCE = 1 << 22  # elements of the logits that exist at once (16 MiB) on a CPU
 LOGITS_AT_ONCE_DEVICE = 1 << 26  # on a GPU
 
@@ -64,8 +65,9 @@ def _two_tier(call: AttentionCall, transform: Requantizer, sink: int, recent: in
     heads = key.shape[1]
     query = (call.query.to(dtype) * call.scaling).reshape(batch, heads, -1, tokens, dim)  # [B, Hkv, G, T, D]
     output = query.new_empty(*query.shape[:-1], value.shape[-1])
-    for lo in range(0, tokens, QUERY_BLOCK):
-        block = slice(lo, min(tokens, lo + QUERY_BLOCK))
+    step = QUERY_BLOCK if query.device.type == "cpu" else QUERY_BLOCK_DEVICE
+    for lo in range(0, tokens, step):
+        block = slice(lo, min(tokens, lo + step))
         output[:, :, :, block] = attend_block(query[:, :, :, block], key, value, coded_key, coded_value, lo, sink, recent, call)
     return output.reshape(batch, query_heads, tokens, -1).transpose(1, 2).to(call.query.dtype).contiguous()
 

@@ -19,7 +19,7 @@ from ..attention import AttentionCall, cache_argument, intercepted
 from ..errors import InputError
 from ..geometry import model_geometry
 from ..method.transform import LayerTransform
-from ..simulate import LOGITS_AT_ONCE, LOGITS_AT_ONCE_DEVICE, QUERY_BLOCK, attend_block, headless
+from ..simulate import LOGITS_AT_ONCE, LOGITS_AT_ONCE_DEVICE, QUERY_BLOCK, QUERY_BLOCK_DEVICE, attend_block, headless
 
 Transforms = Mapping[int, LayerTransform]
 
@@ -147,8 +147,9 @@ def _attend(call: AttentionCall, coded_key: Tensor, coded_value: Tensor, sink: i
     start = key.shape[2] - tokens
     query = (call.query.to(dtype) * call.scaling).reshape(batch, key.shape[1], -1, tokens, dim)  # [B, Hkv, G, T, D]
     output = query.new_empty(*query.shape[:-1], value.shape[-1])
-    for lo in range(0, tokens, QUERY_BLOCK):
-        block = slice(lo, min(tokens, lo + QUERY_BLOCK))
+    step = QUERY_BLOCK if query.device.type == "cpu" else max(1, QUERY_BLOCK_DEVICE // batch)
+    for lo in range(0, tokens, step):
+        block = slice(lo, min(tokens, lo + step))
         output[:, :, :, block] = attend_block(
             query[:, :, :, block], key, value, coded_key, coded_value, start + lo, sink, recent, call
         )
