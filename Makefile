@@ -10,7 +10,7 @@ VENV      ?= .venv
 BIN       := $(VENV)/bin
 PIP       := $(BIN)/python -m pip install --quiet $(if $(PIP_INDEX),--extra-index-url $(PIP_INDEX))
 
-.PHONY: demo test test-oldest lint install clean
+.PHONY: demo test test-oldest test-lm-eval lint install clean
 
 demo: install
 	$(BIN)/oscar demo
@@ -26,6 +26,14 @@ test-oldest: install
 	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -p no:cacheprovider \
 	    tests/test_oscar_cache.py tests/test_calibration.py tests/test_evaluate.py tests/test_cli.py
 
+# lm-evaluation-harness in an environment of its own, which sees everything that is installed in the first one.
+test-lm-eval: install
+	$(BIN)/python -m venv $(VENV)/lm-eval
+	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(' + repr(sysconfig.get_path('purelib')) + ')')" \
+	    > "$$($(VENV)/lm-eval/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/first.pth"
+	$(VENV)/lm-eval/bin/python -m pip install --quiet $(if $(PIP_INDEX),--extra-index-url $(PIP_INDEX)) lm-eval==0.4.13
+	$(VENV)/lm-eval/bin/python -m pytest -p no:cacheprovider tests/test_lm_eval.py
+
 lint: install
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/mypy
@@ -35,7 +43,7 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(PIP) --editable '.[gguf,test]'
+	$(PIP) --editable '.[gguf,report,test]'
 	@touch $@
 
 clean:

@@ -172,6 +172,8 @@ NAMED: dict[str, tuple[Field, Any, str]] = {
     "geometry": (("fingerprint", "layers", 1), 7, r"fingerprint\.layers is .*expected a list of objects"),
     "index": (("fingerprint", "layers", 1, "index"), 0, r"fingerprint\.layers\[1\]\.index is 0, expected 1"),
     "warnings": (("provenance", "warnings"), "thin", r"provenance\.warnings is 'thin', expected a list of strings"),
+    "paragraphs": (("provenance", "paragraphs"), {"count": 3}, r"provenance\.paragraphs: field 'digests' is missing"),
+    "text hash": (("provenance", "text_sha256"), 5, r"provenance\.text_sha256 is 5, expected a string"),
     "kl": (("fidelity", "kl_mean"), "low", r"fidelity\.kl_mean is 'low', expected a number or null"),
     "choice": (("summary", "0", "key_choice"), 1, r"summary\.0\.key_choice is 1"),
     "version text": (("format_version",), "1", "format_version is '1', expected a whole number"),

@@ -20,6 +20,7 @@ from oscar_kv.calibration.corpus import (
     tokenize,
 )
 from oscar_kv.calibration.methods import ALLOCATED, EVEN, build_method, parse_choice
+from oscar_kv.calibration.overlap import Paragraphs, calibration_paragraphs
 from oscar_kv.calibration.run import calibrate
 from oscar_kv.calibration.select import mean_kl, select
 from oscar_kv.calibration.split import split_sequences
@@ -210,6 +211,8 @@ def test_fidelity_is_measured_on_windows_that_nothing_else_has_seen(method):
     assert found["perplexity"] == pytest.approx(float(nll.mean().exp()), rel=1e-5)
     assert found["kl_mean"] not in [t["kl_mean"] for t in artifact.provenance["selection"]]
     assert artifact.provenance["fidelity_text"] == "builtin:selection"
+    assert artifact.provenance["paragraphs"] == Paragraphs.of(builtin_text("calibration")).to_dict()
+    assert set(calibration_paragraphs(artifact.provenance)) == {"builtin:calibration", "builtin:selection"}
     assert artifact.provenance["selection_text"] == ("builtin:selection" if method == "auto" else "")
 
 

@@ -67,6 +67,8 @@ def test_help_loads_nothing_heavy() -> None:
 
 def test_version_and_usage_errors() -> None:
     assert run("--version").stdout.startswith("oscar-kv ")
+    module = [sys.executable, "-m", "oscar_kv.cli", "--version"]
+    assert subprocess.run(module, capture_output=True, text=True, timeout=60, check=True).stdout == run("--version").stdout
     for args in (["inspect"], ["unknown"], ["calibrate", "model", "--no-such-option"]):
         run(*args, status=2)
 
@@ -248,7 +250,26 @@ def test_fault20_a_report_names_both_texts_and_covers_longer_positions(llama: Pa
     assert found["settings"]["calibration"]["text"] == "short.txt"
     assert (found["settings"]["calibration"]["seq_len"], found["settings"]["length"]) == (128, 512)
     assert found["results"][0]["buckets"][0]["end"] == 511
-    assert "is the text of the calibration itself" in run(*asked, "--text", short).stderr
+    assert "is the text of the calibration itself" in run(*asked, "--text", short, status=2).stderr
+    assert "not a fair figure" in run(*asked, "--text", short, "--allow-overlap").stderr
+
+
+def test_eval_of_several_texts_with_baselines_and_a_report(llama: Path, artifact: Path, text: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    args = ["eval", llama, "--artifact", artifact, "--length", "160", "--windows", "2", "--methods", "dense,fp8,naive"]
+    args += ["--text", f"mine={text}", "--text", "builtin", "--without-windows", "naive", "--html", page]
+    found = results(*args)
+    assert [result["text"] for result in found["texts"]] == ["mine", "builtin:evaluation"]
+    for result in found["texts"]:
+        assert [row["method"] for row in result["results"]] == ["dense", "fp8", "naive", "naive (no windows)"]
+        assert (result["results"][3]["sink"], result["results"][3]["recent"]) == (0, 1)
+        assert set(result["settings"]["overlap"]["shared"].values()) == {0}
+    source = page.read_text(encoding="utf-8")
+    assert "naive (no windows)" in source
+    assert found["texts"][0]["text_sha256"] in source
+    assert "--html" in run(*args[:-1], tmp_path, status=2).stderr
+    assert "must be one of --methods" in run(*args[:-4], "--without-windows", "oscar", status=2).stderr
+    assert "none of the texts" in run("eval", llama, "--text", "novel", status=2).stderr
 
 
 def test_eval_calibrates_where_there_is_no_artifact(llama: Path) -> None:

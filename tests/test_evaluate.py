@@ -42,13 +42,17 @@ def test_json_has_the_documented_form():
     dense, x = result["results"]
     assert (dense["method"], dense["kl_mean"], dense["top1_agreement"]) == ("dense", 0.0, 1.0)
     assert set(x) == {
-        "method", "kl_mean", "kl_p99", "kl_per_window", "top1_agreement", "perplexity", "bits_per_element",
-        "bits_per_element_128k", "buckets",
+        "method", "sink", "recent", "kl_mean", "kl_interval", "kl_p99", "kl_per_window", "top1_agreement", "top1_interval",
+        "perplexity", "bits_per_element", "bits_per_element_128k", "buckets",
     }  # fmt: skip
     assert x["kl_mean"] > 0
     assert x["kl_mean"] == pytest.approx(sum(x["kl_per_window"]) / 2)
     bucket = x["buckets"][0]
-    assert set(bucket) == {"start", "end", "tokens", "kl_mean", "kl_p99", "top1_agreement", "perplexity"}
+    assert set(bucket) == {
+        "start", "end", "tokens", "kl_mean", "kl_interval", "kl_p99", "top1_agreement", "top1_interval", "perplexity",
+    }  # fmt: skip
+    low, high = x["kl_interval"]
+    assert low < x["kl_mean"] < high
     assert (bucket["start"], bucket["end"], bucket["tokens"]) == (20, 89, 2 * 69)
     with pytest.raises(InputError, match="nothing after position"):
         evaluate(model, geometry, windows, {"x": layers}, CONFIG, text, start=89)

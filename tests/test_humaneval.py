@@ -222,12 +222,12 @@ def evaluate_and_get_batch(model, tokenizer):
 def test_context_is_other_code_of_the_evaluation_split():
     tokenizer = tiny_tokenizer()
     with short_builtin_text(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "_sources", lambda: corpus_sources()[:60])
+        patch.setattr(corpus, "stdlib_sources", lambda: corpus_sources()[:60])
         code = python_code(tokenizer)
         text = tokenizer.decode(code, skip_special_tokens=True)
         used = [name for name, content in corpus_sources()[:60] if content.strip() and content.strip()[:400] in text]
     assert used
-    assert all(corpus._bucket(name) in corpus.SPLITS["evaluation"] for name in used)
+    assert all(corpus.bucket_of(name) in corpus.SPLITS["evaluation"] for name in used)
     first, second = stretch(code, 500, 0), stretch(code, 500, 1)
     assert len(first) == len(second) == 500
     assert first != second
@@ -237,7 +237,7 @@ def test_context_is_other_code_of_the_evaluation_split():
     assert prompt_tokens(tokenizer, SQUARE) == tokenizer(SQUARE.prompt.rstrip())["input_ids"]
 
 
-corpus_sources = corpus._sources
+corpus_sources = corpus.stdlib_sources
 
 
 def test_a_packed_cache_is_run_and_compared():

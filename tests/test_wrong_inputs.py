@@ -58,6 +58,19 @@ def evaluate(root: Path, model: Any, *more: Any) -> list[Any]:
     return ["eval", model, "--artifact", root / "artifact", *EVALUATION, *more]
 
 
+def retrieve(root: Path, *more: Any) -> list[Any]:
+    return ["retrieval", root / "model", "--artifact", root / "artifact", "--tasks", "copyback", *more]
+
+
+def calibration_text(root: Path) -> Path:
+    """A file that holds what a calibration on the built-in text reads."""
+    from oscar_kv.calibration import corpus
+
+    path = root / "calibration.txt"
+    path.write_text("Something else.\n\n" + corpus.builtin_text("calibration").content, encoding="utf-8")
+    return path
+
+
 CASES: dict[str, tuple[Callable[[Path], list[Any]], list[str]]] = {
     "missing model file": (lambda r: ["inspect", r / "nowhere.gguf"], ["nowhere.gguf", "no such file"]),
     "missing text file": (
@@ -102,8 +115,12 @@ CASES: dict[str, tuple[Callable[[Path], list[Any]], list[str]]] = {
     ),
     "NaN activations in a calibration": (lambda r: calibrate(r, nan_model(r)), ["layer 1", "--dtype float32"]),
     "NaN activations in an evaluation": (
-        lambda r: evaluate(r, nan_model(r), "--text", r / "text.txt"),
+        lambda r: evaluate(r, nan_model(r), "--text", r / "text.txt", "--allow-overlap"),
         ["NaN or infinity", "check the checkpoint"],
+    ),
+    "evaluation text that is not there": (
+        lambda r: evaluate(r, r / "model", "--text", "language:zz"),
+        ["no message catalogue", "--text zz=FILE"],
     ),
     "text too short for the windows": (
         lambda r: evaluate(r, r / "model", "--text", r / "text.txt", "--length", "2000"),
@@ -168,6 +185,29 @@ EARLY: dict[str, tuple[Callable[[Path], list[Any]], list[str]]] = {
         lambda r: evaluate(r, r / "model", "--text", r / "text.txt", "--windows", "50"),
         ["text.txt has 1400 tokens", "50 windows"],
     ),
+    "evaluation on the text of the calibration": (
+        lambda r: evaluate(r, r / "model", "--text", r / "text.txt"),
+        ["text.txt is the text of the calibration itself", "--allow-overlap"],
+    ),
+    "text of the calibration to come": (
+        lambda r: ["eval", r / "model", *EVALUATION, "--tokens", "512", "--seq-len", "128", "--text", calibration_text(r)],
+        ["of calibration.txt are also in builtin:calibration", "--allow-overlap"],
+    ),
+    "chat without a template": (lambda r: evaluate(r, r / "model", "--text", "chat"), ["no chat template"]),
+    "no windows for what is not measured": (
+        lambda r: evaluate(r, r / "model", "--methods", "dense,naive", "--without-windows", "oscar"),
+        ["--without-windows oscar", "must be one of --methods"],
+    ),
+    "recent window within a block": (
+        lambda r: ["eval", r / "wide", *EVALUATION, "--methods", "kivi", "--recent", "31"],
+        ["kivi codes 32 tokens at once", "--recent 32"],
+    ),
+    "heads within a block": (lambda r: evaluate(r, r / "model", "--methods", "kivi"), ["kivi", "layer 0 has keys of 16"]),
+    "unknown task": (lambda r: retrieve(r, "--tasks", "copyback,magic"), ["unknown task 'magic'", "niah_number"]),
+    "no sample": (lambda r: retrieve(r, "--samples", "0"), ["one sample"]),
+    "length that is no number": (lambda r: retrieve(r, "--lengths", "256,1k"), ["--lengths 256,1k", "whole numbers"]),
+    "length without room": (lambda r: retrieve(r, "--lengths", "40"), ["copyback", "use a longer length"]),
+    "prompts beyond the model": (lambda r: retrieve(r, "--lengths", "5000"), ["do not fit the model's 4096 positions"]),
     "no window": (lambda r: evaluate(r, r / "model", "--windows", "0"), ["at least one window"]),
     "window of nothing": (lambda r: evaluate(r, r / "model", "--length", "0"), ["--length must be at least 4, got 0"]),
     "window beyond the model": (lambda r: evaluate(r, r / "model", "--length", "5000"), ["at most 4096"]),

@@ -109,8 +109,14 @@ def environment(model: Any) -> dict[str, Any]:
 
 
 def described(artifacts: dict[str, Artifact]) -> dict[str, Any]:
+    """How the artifacts were made, for the record; without the digests of their paragraphs."""
     return {
-        name: {"method": a.method, "config": a.config.to_dict(), "provenance": a.provenance} for name, a in artifacts.items()
+        name: {
+            "method": a.method,
+            "config": a.config.to_dict(),
+            "provenance": {k: v for k, v in a.provenance.items() if k != "paragraphs"},
+        }
+        for name, a in artifacts.items()
     }
 
 

@@ -80,7 +80,7 @@ class Bench:
         began = time.time()
         windows = self.windows(text, length, count)
         result = evaluate(self.model, self.geometry, windows, methods, CONFIG, text, name=self.name)
-        result["calibration"] = artifact.provenance
+        result["calibration"] = {k: v for k, v in artifact.provenance.items() if k != "paragraphs"}
         stem = text.name.split(".")[0].replace(":", "-")
         path = self.options.out / f"{label}-{self.name}-{stem}.json"
         write_text(path, json.dumps(result, indent=1) + "\n")

@@ -120,7 +120,8 @@ _FINGERPRINT_LAYER = {
 }
 # Fields that are read by code where they exist; all others of these three are for people.
 _PROVENANCE = {"text": "str", "tokens": "size", "seq_len": "size", "warnings": "texts", "key_file": "object"}
-_PROVENANCE |= {"value_file": "object"}
+_PROVENANCE |= {"value_file": "object", "paragraphs": "object"}
+_PROVENANCE |= dict.fromkeys(("text_sha256", "selection_text", "fidelity_text"), "str")
 _FIDELITY = {"kl_mean": "measured", "top1_agreement": "measured", "perplexity": "measured"}
 _FIDELITY |= {"text": "str", "windows": "size", "length": "size"}
 _SUMMARY = {
@@ -164,6 +165,8 @@ def _check_notes(where: str, content: dict[str, Any]) -> None:
     _check_present(f"{where}provenance.", content["provenance"], _PROVENANCE)
     for side in ("key_file", "value_file"):
         _check_present(f"{where}provenance.{side}.", content["provenance"].get(side, {}), {"objective": "str"})
+    if "paragraphs" in content["provenance"]:
+        _require(f"{where}provenance.paragraphs.", content["provenance"]["paragraphs"], {"count": "size", "digests": "str"})
     _check_present(f"{where}fidelity.", content["fidelity"], _FIDELITY)
     for key, entry in content["summary"].items():
         _expect(f"{where}summary.{key}", entry, "object")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from torch import Tensor
 from .attention import AttentionCall, intercepted
 from .cache.policy import packed_span, reads_dense
 from .geometry import model_geometry
-from .method.transform import LayerTransform
 
 QUERY_BLOCK = 128  # query positions handled at once on a CPU
 QUERY_BLOCK_DEVICE = 512  # on a GPU: few launches
@@ -27,7 +26,22 @@ LOGITS_AT_ONCE = 1 << 22  # elements of the logits that exist at once (16 MiB) o
 LOGITS_AT_ONCE_DEVICE = 1 << 26  # on a GPU
 
 
-def two_tier_attention(call: AttentionCall, transform: LayerTransform, sink: int, recent: int) -> tuple[Tensor, None]:
+class Requantizer(Protocol):
+    """What the packed tier of one layer does to keys and values; :class:`~oscar_kv.method.transform.LayerTransform` is one."""
+
+    def requantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """``[B, Hkv, T, D]`` from position 0 on to what attention reads of it, new tensors of the same shape."""
+        ...
+
+    def to(self, device: torch.device | str) -> Requantizer:
+        """The same on another device."""
+        ...
+
+
+Windows = tuple[int, int]  # sink, recent
+
+
+def two_tier_attention(call: AttentionCall, transform: Requantizer, sink: int, recent: int) -> tuple[Tensor, None]:
     """Attention over one full causal sequence with keys and values of the packed tier replaced by what codes decode to.
 
     Args:
@@ -42,7 +56,7 @@ def two_tier_attention(call: AttentionCall, transform: LayerTransform, sink: int
         return _two_tier(call, transform, sink, recent), None
 
 
-def _two_tier(call: AttentionCall, transform: LayerTransform, sink: int, recent: int) -> Tensor:
+def _two_tier(call: AttentionCall, transform: Requantizer, sink: int, recent: int) -> Tensor:
     dtype = torch.promote_types(call.query.dtype, torch.float32)
     coded_key, coded_value = (t.to(dtype) for t in transform.requantize(call.key, call.value))
     key, value = call.key.to(dtype), call.value.to(dtype)
@@ -54,11 +68,11 @@ def _two_tier(call: AttentionCall, transform: LayerTransform, sink: int, recent:
     step = QUERY_BLOCK if query.device.type == "cpu" else QUERY_BLOCK_DEVICE
     for lo in range(0, tokens, step):
         block = slice(lo, min(tokens, lo + step))
-        output[:, :, :, block] = _block(query[:, :, :, block], key, value, coded_key, coded_value, lo, sink, recent, call)
+        output[:, :, :, block] = attend_block(query[:, :, :, block], key, value, coded_key, coded_value, lo, sink, recent, call)
     return output.reshape(batch, query_heads, tokens, -1).transpose(1, 2).to(call.query.dtype).contiguous()
 
 
-def _block(
+def attend_block(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -97,12 +111,12 @@ def _block(
 
 
 @contextmanager
-def simulated(model: Any, transforms: Mapping[int, LayerTransform] | None, sink: int, recent: int) -> Iterator[None]:
+def simulated(model: Any, transforms: Mapping[int, Requantizer] | None, sink: int, recent: int) -> Iterator[None]:
     """Within this context the model attends as if it decoded with these transforms; None = dense.
 
     A layer that shares another layer's keys reads them as that layer stored them.
     """
-    placed: dict[int, LayerTransform] = {}
+    placed: dict[tuple[int, torch.device], Requantizer] = {}
     owners: dict[int, tuple[int, Tensor]] = {}  # by id of a key tensor, which is kept alive here: its layer
     sharing = any(layer.kind == "shared" for layer in model_geometry(model.config).layers)
 
@@ -115,18 +129,17 @@ def simulated(model: Any, transforms: Mapping[int, LayerTransform] | None, sink:
                 index = owners.get(id(call.key), (index, call.key))[0]
         if transforms is None or index not in transforms:
             return call.base()
-        if index not in placed or placed[index].key_in.device != call.key.device:
-            placed[index] = transforms[index].to(call.key.device)
-        return two_tier_attention(call, placed[index], sink, recent)
+        place = (index, call.key.device)
+        if place not in placed:
+            placed[place] = transforms[index].to(call.key.device)
+        return two_tier_attention(call, placed[place], sink, recent)
 
     with intercepted(model, observer):
         yield
 
 
 @torch.inference_mode()
-def hidden_states(
-    model: Any, tokens: Tensor, transforms: Mapping[int, LayerTransform] | None, sink: int, recent: int
-) -> Tensor:
+def hidden_states(model: Any, tokens: Tensor, transforms: Mapping[int, Requantizer] | None, sink: int, recent: int) -> Tensor:
     """The decoder's final hidden states for one window, ``[T, hidden]``, dense or simulated.
 
     Args:
@@ -202,11 +215,12 @@ class TokenMetrics:
 def compare(
     model: Any,
     tokens: Tensor,
-    methods: Mapping[str, Mapping[int, LayerTransform] | None],
+    methods: Mapping[str, Mapping[int, Requantizer] | None],
     sink: int,
     recent: int,
     start: int = 0,
     progress: Callable[[str], None] | None = None,
+    windows: Mapping[str, Windows] | None = None,
 ) -> dict[str, TokenMetrics]:
     """Compare methods with the dense cache on one window.
 
@@ -217,6 +231,7 @@ def compare(
         sink, recent: windows.
         start: first position that is measured; earlier entries of the result are NaN (kl, nll) and False.
         progress: told each method's name when its pass is done.
+        windows: ``(sink, recent)`` of the methods that have others than the common ones, by name.
 
     Returns:
         Metrics by method. Logits exist for a few positions at a time.
@@ -224,7 +239,8 @@ def compare(
     states = {}
     reference = hidden_states(model, tokens, None, sink, recent)
     for name, transforms in methods.items():
-        states[name] = reference if transforms is None else hidden_states(model, tokens, transforms, sink, recent)
+        own = (windows or {}).get(name, (sink, recent))
+        states[name] = reference if transforms is None else hidden_states(model, tokens, transforms, *own)
         if progress:
             progress(name)
     target = tokens[1:].to(reference.device)

@@ -45,15 +45,15 @@ def builtin_text(split: str) -> Text:
 
 @cache
 def _builtin() -> dict[str, str]:
-    topics, sources = _topics(), _sources()
-    taken: set[str] = set()  # long lines of earlier splits
+    topics, sources = _topics(), stdlib_sources()
+    taken: set[str] = set()  # long lines and paragraphs of earlier splits
     contents = {}
     for split, buckets in SPLITS.items():
-        prose = [(name, _without(text, taken)) for name, text in topics if _bucket(name) in buckets]
+        prose = [(name, _without(text, taken)) for name, text in topics if bucket_of(name) in buckets]
         code = [
             (f"{name}:{i}", piece)
             for name, text in sources
-            if _bucket(name) in buckets
+            if bucket_of(name) in buckets
             for i, piece in enumerate(_pieces(_without(text, taken)))
         ]
         budget = sum(len(text) for _, text in prose)
@@ -70,11 +70,13 @@ def _builtin() -> dict[str, str]:
 
 
 def _long_lines(text: str) -> set[str]:
-    return {line.strip() for line in text.splitlines() if len(line.strip()) > 40}
+    """Long lines, and paragraphs that are long on one line."""
+    lines = [line.strip() for line in text.splitlines()]
+    return {piece for piece in (*lines, *(" ".join(p.split()) for p in text.split("\n\n"))) if len(piece) > 40}
 
 
 def _without(text: str, taken: set[str]) -> str:
-    """The paragraphs of a text that share no long line with what is taken."""
+    """The paragraphs of a text that share no long line with what is taken, and are not taken themselves."""
     return "\n\n".join(p for p in text.split("\n\n") if not _long_lines(p) & taken)
 
 
@@ -84,7 +86,8 @@ def _topics() -> list[tuple[str, str]]:
     return sorted((f"topic/{name}", text) for name, text in topics.items())
 
 
-def _sources() -> list[tuple[str, str]]:
+def stdlib_sources() -> list[tuple[str, str]]:
+    """Name (``source/asyncio/base_events.py``) and content of the standard-library files of the built-in text."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for path in sorted([*folder.glob("*.py"), *folder.glob("asyncio/*.py"), *folder.glob("email/*.py")]):
@@ -107,7 +110,8 @@ def _digest(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()
 
 
-def _bucket(name: str) -> int:
+def bucket_of(name: str) -> int:
+    """Which of the ten buckets of :data:`SPLITS` a document of this name belongs to."""
     return int(_digest(name), 16) % 10
 
 

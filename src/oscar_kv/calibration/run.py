@@ -22,6 +22,7 @@ from ..simulate import compare
 from .capture import capture_moments
 from .corpus import Text, builtin_text, read_text
 from .methods import Moments, build_method
+from .overlap import Paragraphs
 from .select import Selection, metric_start, select
 from .split import Split, budget_warnings, check_budget, fit_lengths, split_sequences, window_warnings
 
@@ -123,6 +124,7 @@ def provenance(
         "model": Path(str(getattr(model.config, "_name_or_path", "") or type(model).__name__)).name,
         "text": source.name,
         "text_sha256": source.sha256,
+        "paragraphs": Paragraphs.of(source).to_dict(),
         "selection_text": parts.selection_text if selection else "",
         "fidelity_text": parts.fidelity_text,
         "tokens": config.tokens,

@@ -18,6 +18,7 @@ from .doctor import doctor
 from .evaluate import evaluate
 from .generate import generate
 from .inspect import inspect
+from .retrieval import retrieval
 from .rotations import export_command, import_command
 from .verify import verify
 
@@ -60,6 +61,7 @@ app.command("inspect", cls=_Command)(inspect)
 app.command("calibrate", cls=_Command)(calibrate)
 app.command("verify", cls=_Command)(verify)
 app.command("eval", cls=_Command)(evaluate)
+app.command("retrieval", cls=_Command)(retrieval)
 app.command("generate", cls=_Command)(generate)
 app.command("import-rotations", cls=_Command)(import_command)
 app.command("export-rotations", cls=_Command)(export_command)

@@ -90,15 +90,15 @@ def emit(result: dict[str, Any], as_json: bool, output: Path | None, show: Calla
         show()
 
 
-def check_output(output: Path | None) -> None:
-    """Raise InputError now if ``--output`` cannot be written later."""
+def check_output(output: Path | None, option: str = "--output") -> None:
+    """Raise InputError now if a file cannot be written later."""
     if output is None:
         return
     if output.is_dir():
-        raise InputError(f"--output {output} is a folder; name a file")
+        raise InputError(f"{option} {output} is a folder; name a file")
     folder = next(p for p in (output.absolute().parent, *output.absolute().parents) if p.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(f"--output {output}: {folder} is not a folder that can be written")
+        raise InputError(f"{option} {output}: {folder} is not a folder that can be written")
 
 
 def check_folder(folder: Path, option: str = "-o") -> None:

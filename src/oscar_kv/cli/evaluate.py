@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +19,7 @@ from .source import ModelSource, check_positions, check_window, open_artifact
 
 if TYPE_CHECKING:
     from ..artifact import Artifact
+    from ..geometry import ModelGeometry
 
 METHODS = ("dense", "naive", "hadamard", "oscar", "auto")
 
@@ -31,7 +34,22 @@ def evaluate(
         str | None,
         typer.Option("--methods", metavar="A,B,...", help=f"(default: {','.join(METHODS)}, as far as the artifact has them)"),
     ] = None,
-    text: Annotated[Path | None, typer.Option("--text", metavar="FILE", help="Evaluation text (default: built in).")] = None,
+    without: Annotated[
+        str | None,
+        typer.Option("--without-windows", metavar="A,B,...", help="Methods to measure also without the common dense windows."),
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text",
+            metavar="TEXT",
+            help="Evaluation text, several times for several: builtin, prose, code, language:CODE, chat, FILE or NAME=FILE.",
+        ),
+    ] = None,
+    allow_overlap: Annotated[
+        bool, typer.Option("--allow-overlap", help="Measure even on paragraphs that the calibration has seen.")
+    ] = False,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a report as one web page.")] = None,
     length: Annotated[int | None, typer.Option("--length", help=f"Tokens of a window (default: {EVAL_LENGTH}).")] = None,
     windows: Annotated[int, typer.Option("--windows", help="Windows, spread over the text.")] = EVAL_WINDOWS,
     start: Annotated[
@@ -64,6 +82,7 @@ def evaluate(
     Without --artifact the model is first calibrated on the built-in text with --tokens, --seq-len and --seed.
     """
     check_output(output)
+    check_output(html, "--html")
     names = list(dict.fromkeys(part.strip() for part in methods.split(",") if part.strip())) if methods is not None else []
     if methods is not None and not names:
         raise InputError(f"--methods names none; known: {', '.join(METHODS)}")
@@ -71,25 +90,43 @@ def evaluate(
     overrides: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
     own = OscarConfig(tokens=tokens, seq_len=seq_len, seed=seed).with_(**overrides)
     with Progress() as progress:
-        from ..calibration.corpus import builtin_text, prefix, read_text, spread_windows, tokenize
+        from ..calibration.corpus import prefix, spread_windows, tokenize
+        from ..calibration.overlap import builtin_provenance, check_overlap
         from ..calibration.split import fit_lengths, position_limit
+        from ..evaluate.fidelity import WITHOUT_WINDOWS, resolve_methods, without_windows
         from ..evaluate.fidelity import evaluate as run
-        from ..evaluate.fidelity import resolve_methods
+        from ..evaluate.texts import text_set
         from ..geometry import model_geometry
 
-        written = read_text([text]) if text else builtin_text("evaluation")
+        if html is not None:
+            from ..evaluate.report import require, write_report
+
+            require()
         loaded = open_artifact(artifact, moments=True) if artifact else None
         names = names or default_methods(loaded)
-        check_names(names, loaded)
+        bare_names = [part.strip() for part in (without or "").split(",") if part.strip()]
+        check_names(names, bare_names, loaded)
         source = ModelSource(model, progress, revision, trust_remote_code, device, dtype)
         model_config = source.config(loaded)
+        geometry = model_geometry(model_config)
         size = length if length is not None else min(EVAL_LENGTH, position_limit(model_config) or EVAL_LENGTH)
         check_positions(model_config, size, f"windows of --length {size}")
         first = check_window(size, start)
+        config = (loaded.config if loaded else own).with_(slack=0, **overrides)
+        check_baselines(names, geometry, config)
         if loaded is None:
-            fit_lengths(own, model_geometry(model_config), model_config)
+            fit_lengths(own, geometry, model_config)
         tokenizer = source.tokenizer()
-        cut = spread_windows(tokenize(tokenizer, written), size, windows, prefix(tokenizer), written.name)
+        progress.step("preparing the text")
+        texts = [text_set(spec, tokenizer) for spec in dict.fromkeys(text or ["builtin"])]
+        head = prefix(tokenizer)
+        cut = [spread_windows(tokenize(tokenizer, one), size, windows, head, one.name) for one in texts]
+        overlaps = []
+        for one in texts:
+            overlap, warnings = check_overlap(one, loaded.provenance if loaded else builtin_provenance(), allow_overlap)
+            overlaps.append(overlap)
+            for warning in warnings:
+                note(f"warning: {warning}")
         lm = source.weights()
         if loaded is None:
             from ..calibration.run import calibrate
@@ -99,15 +136,22 @@ def evaluate(
             for warning in loaded.provenance["warnings"]:
                 note(f"warning: {warning}")
         config = loaded.config.with_(slack=0, **overrides)
-        chosen = resolve_methods(names, loaded, loaded.moments, config, loaded.for_model(lm))
-        geometry = loaded.check_model(lm)
-        result = run(lm, geometry, cut, chosen, config, written, name=source.short, start=first, progress=progress)
+        chosen = resolve_methods(names, loaded, loaded.moments, config, loaded.for_model(lm), geometry)
+        bare = dict(without_windows(name, chosen) for name in bare_names)
+        chosen |= {row: chosen[row.removesuffix(WITHOUT_WINDOWS)] for row in bare}
         by = loaded.provenance
-        result["settings"]["calibration"] = {key: by[key] for key in CALIBRATION_KEYS if key in by}
-        if by.get("text_sha256") == written.sha256:
-            note(f"warning: {written.name} is the text of the calibration itself; use another for a fair figure")
-    check_finite(result)
-    emit(result, as_json, output, lambda: show_results(result, buckets, loaded, artifact is None))
+        results = []
+        for one, parts, overlap in zip(texts, cut, overlaps, strict=True):
+            how: dict[str, Any] = {"name": source.short, "start": first, "progress": progress, "windows_of": bare}
+            result = run(lm, geometry, parts, chosen, config, one, **how)
+            result["settings"]["calibration"] = {key: by[key] for key in CALIBRATION_KEYS if key in by}
+            result["settings"]["overlap"] = overlap
+            check_finite(result)
+            results.append(result)
+    if html is not None:
+        write_report(html, results, loaded.summary, shlex.join(["oscar", *sys.argv[1:]]))
+    document = results[0] if len(results) == 1 else {"model": results[0]["model"], "texts": results}
+    emit(document, as_json, output, lambda: show_all(results, buckets, loaded, artifact is None))
 
 
 def default_methods(artifact: Artifact | None) -> list[str]:
@@ -119,14 +163,28 @@ def default_methods(artifact: Artifact | None) -> list[str]:
     return list(dict.fromkeys([*METHODS[:-1], artifact.method]))
 
 
-def check_names(names: list[str], artifact: Artifact | None) -> None:
-    """Raise InputError for an unknown method before a model is loaded."""
+def check_names(names: list[str], bare: list[str], artifact: Artifact | None) -> None:
+    """Raise InputError before a model is loaded for an unknown method, and for one to be measured without windows that is
+    not among ``names``."""
     from ..calibration.methods import RECIPES, parse_choice
+    from ..evaluate.baselines import BASELINES
 
-    known = {"dense", "auto", *RECIPES, *({artifact.method, "artifact"} if artifact else ())}
+    known = {"dense", "auto", *RECIPES, *BASELINES, *({artifact.method, "artifact"} if artifact else ())}
     for name in names:
         if name not in known:
             parse_choice(name)
+    for name in bare:
+        if name not in names or name == "dense":
+            raise InputError(f"--without-windows {name}: it must be one of --methods, and not dense")
+
+
+def check_baselines(names: list[str], geometry: ModelGeometry, config: OscarConfig) -> None:
+    """Raise InputError before the weights are read if a baseline cannot be measured: its package, the heads, the windows."""
+    from ..evaluate.baselines import BASELINES, build_baseline, check_windows
+
+    for name in names:
+        if name in BASELINES:
+            check_windows(name, build_baseline(name, geometry), (config.sink, config.recent))
 
 
 def check_finite(result: dict[str, Any]) -> None:
@@ -140,6 +198,14 @@ def check_finite(result: dict[str, Any]) -> None:
 
 
 # -- for people --------------------------------------------------------------------------------------------------
+
+
+def show_all(results: list[dict[str, Any]], buckets: bool, artifact: Artifact, calibrated_here: bool) -> None:
+    """Each text's results, one below the other."""
+    for i, result in enumerate(results):
+        if i:
+            say()
+        show_results(result, buckets, artifact, calibrated_here)
 
 
 def show_results(result: dict[str, Any], buckets: bool, artifact: Artifact, calibrated_here: bool) -> None:

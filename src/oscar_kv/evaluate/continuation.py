@@ -19,7 +19,7 @@ from ..attention import AttentionCall, cache_argument, intercepted
 from ..errors import InputError
 from ..geometry import model_geometry
 from ..method.transform import LayerTransform
-from ..simulate import LOGITS_AT_ONCE, LOGITS_AT_ONCE_DEVICE, QUERY_BLOCK, QUERY_BLOCK_DEVICE, _block, headless
+from ..simulate import LOGITS_AT_ONCE, LOGITS_AT_ONCE_DEVICE, QUERY_BLOCK, QUERY_BLOCK_DEVICE, attend_block, headless
 
 Transforms = Mapping[int, LayerTransform]
 
@@ -150,7 +150,7 @@ def _attend(call: AttentionCall, coded_key: Tensor, coded_value: Tensor, sink: i
     step = QUERY_BLOCK if query.device.type == "cpu" else max(1, QUERY_BLOCK_DEVICE // batch)
     for lo in range(0, tokens, step):
         block = slice(lo, min(tokens, lo + step))
-        output[:, :, :, block] = _block(
+        output[:, :, :, block] = attend_block(
             query[:, :, :, block], key, value, coded_key, coded_value, start + lo, sink, recent, call
         )
     return output.reshape(batch, query_heads, tokens, -1).transpose(1, 2).to(call.query.dtype).contiguous()

@@ -121,7 +121,7 @@ def _installed() -> Path:
 def python_code(tokenizer: Any) -> list[int]:
     """All tokens of the standard-library files that belong to the evaluation split."""
     buckets = corpus.SPLITS["evaluation"]
-    code = "\n\n".join(text for name, text in corpus._sources() if corpus._bucket(name) in buckets)
+    code = "\n\n".join(text for name, text in corpus.stdlib_sources() if corpus.bucket_of(name) in buckets)
     ids: list[int] = corpus.tokenize(tokenizer, corpus.Text("builtin:code", code)).tolist()
     return ids
 

@@ -128,7 +128,7 @@ def evaluate_retrieval(
         InputError: unknown task, no samples, a length beyond the model's positions or too short for a task.
     """
     methods = _with_dense(methods)
-    _check(model, tasks, lengths, samples, depths)
+    check_request(model.config, tasks, lengths, samples, depths)
     reference = next(name for name, transforms in methods.items() if transforms is None)
     frame = Frame(tokenizer, sink=sink, recent=recent, chat=chat)
     if batch_tokens is None:
@@ -156,12 +156,15 @@ def _with_dense(methods: Methods) -> Methods:
     return {DENSE: None, **methods}
 
 
-def _check(model: Any, tasks: Sequence[str], lengths: Sequence[int], samples: int, depths: Sequence[float]) -> None:
+def check_request(
+    model_config: Any, tasks: Sequence[str], lengths: Sequence[int], samples: int, depths: Sequence[float] = DEPTHS
+) -> None:
+    """Raise InputError for an unknown task, no samples, or a length beyond the model's positions; needs no weights."""
     if samples < 1 or not tasks or not lengths or not depths:
         raise InputError("at least one task, one length, one depth and one sample are needed")
     if unknown := [task for task in tasks if task not in known_tasks()]:
         raise InputError(f"unknown task {unknown[0]!r}; known: {', '.join(known_tasks())}")
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit and max(lengths) >= limit:
         raise InputError(f"prompts of {max(lengths)} tokens and their answers do not fit the model's {limit} positions")
 
