@@ -60,6 +60,7 @@ def random_transform(
         output_out=output_out,
         key_mean=torch.randn(heads, dim, generator=g),
         value_mean=torch.randn(heads, value_dim, generator=g) * 0.3,
+        key_noise=torch.rand(heads, dim, generator=g) * 0.2,
         key_codec=CodecSpec("digits") if digits else spec,
         value_codec=spec,
     )

@@ -54,6 +54,10 @@ def oracle(model: Any, layers: dict[int, Any], sink: int, recent: int, pads: lis
                 k = torch.where(dense, call.key[b, h // group].double(), hat_k[b, h // group])
                 v = torch.where(dense, call.value[b, h // group].double(), hat_v[b, h // group])
                 logits = call.query[b, h].double() @ k.T * call.scaling
+                t = layers[index]
+                read = call.query[b, h].double() @ t.query_in[h // group].double() * call.scaling
+                variance = (read.square() * t.key_noise[h // group].double()).sum(-1, keepdim=True)  # of each logit
+                logits = logits + torch.where(dense[:, 0], 0.0, variance / 2)
                 if call.softcap:
                     logits = call.softcap * torch.tanh(logits / call.softcap)
                 for i in range(tokens):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,6 +53,7 @@ class Scene:
         t = self.transform
         is_dense = torch.rand(batch, length, generator=g) < 0.4
         is_dense[:, self.start :] = True
+        self.coded = ~is_dense
         choose = is_dense[:, None, :, None]
         decoded = codes.double() @ t.query_in.double().mT + t.key_mean.double()[:, None]
         decoded_values = code_values.double() @ t.output_out.double() + t.value_mean.double()[:, None]
@@ -77,11 +79,22 @@ class Scene:
 
     def naive(self, scaling: float = 0.25, mask: Tensor | None = None, **kwargs) -> tuple[Tensor, Tensor]:
         mask = self.allowed if mask is None else mask
-        return naive_attention(self.query, self.keys, self.values, mask, scaling, **kwargs)
+        return naive_attention(self.query, self.keys, self.values, mask, scaling, bonus=self.bonus(scaling), **kwargs)
+
+    def bonus(self, scaling: float) -> Tensor:
+        """Half the variance of each logit that its code leaves open, ``[B, Hq, T, columns]``; nothing for dense columns."""
+        t, query = self.transform, self.query.double()
+        half = torch.zeros(*query.shape[:3], self.length, dtype=torch.float64)
+        for h in range(query.shape[1]):
+            covariance = torch.diag(t.key_noise[h // self.group].double())
+            matrix = t.query_in[h // self.group].double()
+            q = query[:, h] @ matrix * scaling  # [B, T, D]
+            half[:, h] = 0.5 * torch.einsum("bti,ij,btj->bt", q, covariance, q)[..., None] * self.coded[:, None]
+        return half
 
 
 def naive_attention(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float, softcap=None, sinks=None
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float, softcap=None, sinks=None, bonus=None
 ) -> tuple[Tensor, Tensor]:
     """One row at a time, float64: output ``[B, Hq, T, Dv]`` and log-sum-exp ``[B, Hq, T]``."""
     batch, query_heads, tokens, _ = query.shape
@@ -95,6 +108,8 @@ def naive_attention(
             for t in range(tokens):
                 seen = mask[b, h, t]
                 logits = (k[seen] @ query[b, h, t].double()) * scaling
+                if bonus is not None:
+                    logits = logits + bonus[b, h, t][seen]
                 if softcap is not None:
                     logits = softcap * torch.tanh(logits / softcap)
                 extra = logits if sinks is None else torch.cat([logits, sinks[h : h + 1].double()])
@@ -261,6 +276,7 @@ def test_fault28_a_call_over_a_stores_history(tokens: int, given: str, windows: 
     sink, recent = windows
     start, pads = 41, torch.tensor([0, 17]) if given == "padding" else torch.zeros(2, dtype=torch.int64)
     transform = random_transform(2, 16, 12)
+    transform = replace(transform, key_noise=torch.zeros(2, 16))  # the bonus has its test above
     store = PackedStore(transform, OscarConfig(sink=sink, recent=recent, slack=0, page_size=8))
     keys, values = torch.randn(2, 2, start + tokens, 16).double(), torch.randn(2, 2, start + tokens, 12).double()
     store.append(keys[:, :, :start], values[:, :, :start], padding=pads if given == "padding" else None)

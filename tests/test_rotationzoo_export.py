@@ -51,7 +51,8 @@ def test_round_trip_version_2_and_1(tmp_path: Path) -> None:
     made = random_transform(heads=HEADS, dim=DIM, search=True)
     key, value = rotations(HEADS), rotations(seed=1).expand(HEADS, -1, -1)
     zero = torch.zeros(HEADS, DIM)
-    made = replace(made, key_in=key, query_in=key, value_in=value, output_out=value.mT, key_mean=zero, value_mean=zero)
+    made = replace(made, key_in=key, query_in=key, value_in=value, output_out=value.mT)
+    made = replace(made, key_mean=zero, value_mean=zero, key_noise=zero)
     summary = {"3": {"key_eigenvalues": [spectrum, spectrum[::-1]], "value_eigenvalues": [spectrum, spectrum]}}
     k, v = export_rotations(Artifact({3: made}, OscarConfig(), "oscar", summary=summary), tmp_path)
     written = [torch.load(path, weights_only=True) for path in (k, v)]
@@ -92,6 +93,7 @@ def obstacles() -> dict[str, tuple[Any, str]]:
         output_out=key.mT.contiguous(),
         key_mean=zero,
         value_mean=zero,
+        key_noise=zero,
         key_codec=spec,
         value_codec=spec,
     )
@@ -103,6 +105,7 @@ def obstacles() -> dict[str, tuple[Any, str]]:
         "not-finite": (replace(good, key_in=key * float("nan"), query_in=key * float("nan")), "orthogonal"),
         "centred-keys": (replace(good, key_mean=zero + 1), "centred"),
         "centred-values": (replace(good, value_mean=zero + 1), "centred"),
+        "noise": (replace(good, key_noise=zero + 0.1), "corrects logits"),
         "other-codec": (replace(good, value_codec=CodecSpec("trellis")), "trellis"),
         "other-clip": (replace(good, key_codec=other), "settings"),
         "good": (good, ""),

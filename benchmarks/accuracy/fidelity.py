@@ -25,7 +25,7 @@ from oscar_kv import Artifact, calibrate
 from oscar_kv.artifact import write_text
 from oscar_kv.calibration.corpus import Text, builtin_text, prefix, read_text, spread_windows, tokenize
 from oscar_kv.calibration.methods import auto_codecs, build, build_method, parse_choice
-from oscar_kv.config import OscarConfig
+from oscar_kv.config import PRESETS, OscarConfig
 from oscar_kv.evaluate.fidelity import evaluate
 from oscar_kv.geometry import model_geometry
 from oscar_kv.loading import load_model, load_tokenizer
@@ -41,8 +41,8 @@ DIGITS = (
 LONG = ("oscar", "balanced0.5+centre+search", DIGITS[3])
 
 
-def lean(artifact: Artifact) -> dict[int, Any]:
-    """The choices of `auto` with one 16-bit number per key row: the preset `fast`."""
+def with_codecs(artifact: Artifact, key_codec: str, value_codec: str) -> dict[int, Any]:
+    """The choices of `auto` with the codecs of another preset."""
     assert artifact.moments is not None
 
     def choose(side: str) -> Any:
@@ -54,8 +54,9 @@ def lean(artifact: Artifact) -> dict[int, Any]:
         choose("key"),
         choose("value"),
         artifact.config,
-        key_codec=replace(key, name="digits1"),
-        value_codec=value,
+        key_codec=replace(key, name=key_codec),
+        value_codec=replace(value, name=value_codec),
+        noise=artifact.provenance["noise"],
     )
 
 
@@ -108,16 +109,15 @@ class Bench:
         artifact = self.calibrated()
         if options.save:
             artifact.save(options.save)
-        names = [*BASELINES, *(() if options.quick else EVEN), *(DIGITS[:4] if options.quick else DIGITS)]
-        if options.quick:
-            names[2:2] = EVEN[1:2]
+        names = [*BASELINES, EVEN[1], DIGITS[1], DIGITS[3]] if options.quick else [*BASELINES, *EVEN, *DIGITS]
         made = {n: build_method(n, artifact.moments or {}, artifact.config) for n in {*names, *LONG}}
-        ours = {"auto": artifact.layers, "auto, lean": lean(artifact)}
-        for text in self.texts:
-            self.run(artifact, {"dense": None, **{n: made[n] for n in names}, **ours}, text, 4096, options.windows, "fidelity")
+        ours = {"auto": artifact.layers}
+        ours |= {f"auto, {name}": with_codecs(artifact, **PRESETS[name]) for name in ("fast", "quality")}
         if options.long:
             methods = {"dense": None, **ours, **{n: made[n] for n in LONG}}
             self.run(artifact, methods, self.texts[0], options.long, 1, "long")
+        for text in self.texts:
+            self.run(artifact, {"dense": None, **{n: made[n] for n in names}, **ours}, text, 4096, options.windows, "fidelity")
         if options.cross:
             self.cross(artifact)
 

@@ -77,12 +77,12 @@ class OscarConfig:
         """
         if name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
-        return replace(self, **PRESETS[name])
+        return self.with_(**PRESETS[name])
 
 
 DEFAULTS = OscarConfig()
 
-# What `auto` stores keys and values with, by preset: cheapest to decode, default, fewest errors. docs/evaluation.md has their figures.
+# What `auto` stores keys and values with, by preset: cheapest to decode, default, least error (figures: docs/evaluation.md).
 PRESETS = {
     "fast": {"key_codec": "digits1", "value_codec": "int2"},
     "balanced": {"key_codec": "digits", "value_codec": "int2"},

@@ -261,6 +261,7 @@ def _transform(index: int, keys: _File, values: _File, key_codec: CodecSpec, val
         output_out=spread(v.back.mT),
         key_mean=spread(k.mean),
         value_mean=spread(v.mean),
+        key_noise=torch.zeros_like(spread(k.mean)),
         key_codec=key_codec,
         value_codec=value_codec,
     )
@@ -275,6 +276,8 @@ def _obstacle(t: LayerTransform, first: LayerTransform) -> str:
         return "its transform is not orthogonal, and versions 1 and 2 hold rotations only"
     if t.is_centred():
         return "it is centred, and versions 1 and 2 hold no means"
+    if t.has_bonus:
+        return "it corrects logits for noise, which readers of these files do not"
     if (names := (t.key_codec.name, t.value_codec.name)) != ("int2", "int2"):
         return f"its codecs are {names[0]!r} and {names[1]!r}, readers of these files store int2"
     if (t.key_codec, t.value_codec) != (first.key_codec, first.value_codec):

@@ -19,6 +19,7 @@ from torch import Tensor
 from .attention import AttentionCall, intercepted
 from .cache.policy import packed_span, reads_dense
 from .geometry import model_geometry
+from .method.transform import LayerTransform
 
 QUERY_BLOCK = 128  # query positions handled at once on a CPU
 QUERY_BLOCK_DEVICE = 512  # on a GPU: few launches
@@ -68,7 +69,10 @@ def _two_tier(call: AttentionCall, transform: Requantizer, sink: int, recent: in
     step = QUERY_BLOCK if query.device.type == "cpu" else QUERY_BLOCK_DEVICE
     for lo in range(0, tokens, step):
         block = slice(lo, min(tokens, lo + step))
-        output[:, :, :, block] = attend_block(query[:, :, :, block], key, value, coded_key, coded_value, lo, sink, recent, call)
+        part = query[:, :, :, block]
+        output[:, :, :, block] = attend_block(
+            part, key, value, coded_key, coded_value, lo, sink, recent, call, noise_bonus(transform, part)
+        )
     return output.reshape(batch, query_heads, tokens, -1).transpose(1, 2).to(call.query.dtype).contiguous()
 
 
@@ -82,8 +86,12 @@ def attend_block(
     sink: int,
     recent: int,
     call: AttentionCall,
+    bonus: Tensor | None = None,
 ) -> Tensor:
-    """Queries ``lo ..``, ``[B, Hkv, G, T, D]``, over mostly coded columns; those from ``mixed`` on may be dense for some."""
+    """Queries ``lo ..``, ``[B, Hkv, G, T, D]``, over mostly coded columns; those from ``mixed`` on may be dense for some.
+
+    ``bonus [B, Hkv, G, T]`` is added to the logits of coded columns.
+    """
     batch, heads, group, tokens, dim = query.shape
     hi = lo + tokens
     _, mixed = packed_span(lo, sink, recent)
@@ -94,6 +102,8 @@ def attend_block(
     flat = query.reshape(batch, heads, group * tokens, dim)
 
     score = (flat @ coded_key[:, :, :hi].mT).view(batch, heads, group, tokens, hi)
+    if bonus is not None:
+        score[..., sink:] += bonus.unsqueeze(-1)
     tail = (flat @ key[:, :, mixed:hi].mT).view(batch, heads, group, tokens, hi - mixed)
     score[..., mixed:] = torch.where(dense, tail, score[..., mixed:])
     if call.softcap is not None:
@@ -108,6 +118,13 @@ def attend_block(
     output = weights.reshape(batch, heads, group * tokens, hi) @ coded_value[:, :, :hi]
     output += (weights[..., mixed:] * dense).reshape(batch, heads, group * tokens, -1) @ difference
     return output.view(batch, heads, group, tokens, -1)
+
+
+def noise_bonus(transform: Requantizer, query: Tensor) -> Tensor | None:
+    """:meth:`LayerTransform.logit_bonus` for scaled queries ``[B, Hkv, G, T, D]`` in the model's space; None = none."""
+    if not isinstance(transform, LayerTransform) or not transform.has_bonus:
+        return None
+    return transform.logit_bonus(query @ transform.query_in.to(query)[:, None])
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from ..method.statistics import LayerMoments
 from ..method.transform import TRANSFORMS, LayerTransform, SideChoice, build_layer
 
 RECIPES = ("naive", "none", "hadamard", "oscar")
-MODIFIERS = ("centre", "read", "search", "clip", "lean")
+MODIFIERS = ("centre", "read", "search", "clip", "lean", "noise")
 
 Moments = Mapping[int, LayerMoments]
 Choose = Callable[[int], list[SideChoice]]
@@ -53,6 +53,7 @@ def build(
     value_codec: CodecSpec,
     per_head: bool = True,
     value_objective: str = "sst",
+    noise: float = 0.0,
 ) -> dict[int, LayerTransform]:
     """Transforms of all layers; ``key_choice(layer)`` and ``value_choice(layer)`` give one choice per KV head."""
     return {
@@ -65,6 +66,7 @@ def build(
             per_head=per_head,
             value_objective=value_objective,
             ridge=config.ridge,
+            noise=noise,
         )
         for i, m in moments.items()
     }
@@ -99,12 +101,13 @@ def build_method(
         key = value = SideChoice("none" if name == "naive" else name)
         clips = (config.key_clip, config.value_clip) if name == "oscar" else (0.0, 0.0)
         key_codec, value_codec = (CodecSpec("int2", config.group_size, clip, search=False) for clip in clips)
-        shared = not per_head
+        shared, noise = not per_head, 0.0
     else:
         keys, _, values = name.partition("/")
         key, key_codec = fixed_side(keys, config.group_size, config.key_clip)
         value, value_codec = fixed_side(values or keys, config.group_size, config.value_clip)
         shared = per_head is False
+        noise = 1.0 if "noise" in keys.split("+") else 0.0
     return build(
         moments,
         everywhere(key, moments),
@@ -114,6 +117,7 @@ def build_method(
         value_codec=value_codec,
         per_head=not shared,
         value_objective=value_objective,
+        noise=noise,
     )
 
 
@@ -149,6 +153,6 @@ def parse_choice(name: str) -> tuple[SideChoice, set[str]]:
         raise InputError(
             f"unknown method {name!r}; known: dense, naive, hadamard, oscar, auto, or a fixed setting such as "
             "balanced0.5+centre+search (transform none, hadamard, oscar, balanced<alpha in 0..1> or allocated<alpha>, then "
-            "+centre, +read, +search, +clip, +lean; keys and values apart as KEYS/VALUES)"
+            "+centre, +read, +search, +clip, +lean, +noise; keys and values apart as KEYS/VALUES)"
         )
     return SideChoice(base, "centre" in modifiers, alpha, "read" in modifiers), set(modifiers)

@@ -135,6 +135,7 @@ def provenance(
         "dtype": str(model.dtype).removeprefix("torch."),
         "value_objective": value_objective,
         "selection": selection.tried if selection else [],
+        "noise": selection.noise if selection else 0.0,
         "versions": {
             "oscar_kv": __version__,
             "torch": torch.__version__,

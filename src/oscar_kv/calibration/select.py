@@ -29,6 +29,7 @@ KEEP = 3  # fixed settings of keys, and then of values, that are measured end to
 # Deviations (keys, values): a head leaves the best fixed setting where its local error falls below this share of it.
 # 0 = never, 1 = always take the local optimum.
 DEVIATIONS = ((0.5, 0.5), (0.75, 0.75), (0.0, 1.0))
+NOISES = (1.0, 1.5)  # factors on the expected noise of coded keys, tried on the best setting beside none
 
 Progress = Callable[[str, int, int], None]
 
@@ -42,6 +43,7 @@ class Selection:
         key_choices, value_choices: by layer, one per KV head.
         key_errors, value_errors: local errors of the chosen settings, by layer, per KV head, relative.
         tried: what was measured end to end: ``{"setting", "kl_mean"}``, the chosen one first.
+        noise: factor on the expected noise of coded keys (:meth:`~oscar_kv.method.transform.LayerTransform.logit_bonus`).
         metrics: of the chosen setting on the held-out windows.
     """
 
@@ -51,6 +53,7 @@ class Selection:
     key_errors: dict[int, list[float]]
     value_errors: dict[int, list[float]]
     tried: list[dict[str, Any]]
+    noise: float
     metrics: list[TokenMetrics]
 
 
@@ -97,7 +100,8 @@ def select(
 
     proposals: dict[str, tuple[Choose, Choose]] = {}
     measured: dict[str, list[TokenMetrics]] = {}
-    total = len(windows) * (len(ranked[0]) + len(ranked[1]) - 1 + len(DEVIATIONS))
+    noises: dict[str, float] = {}
+    total = len(windows) * (len(ranked[0]) + len(ranked[1]) - 1 + len(DEVIATIONS) + len(NOISES))
 
     def propose(key: int, value: int, key_share: float = 0.0, value_share: float = 0.0) -> str:
         name = f"K {options[0][key]}" + (f" unless < {key_share:g}" if key_share else "")
@@ -105,9 +109,13 @@ def select(
         proposals[name] = (pick(0, key, key_share), pick(1, value, value_share))
         return name
 
+    def made(name: str) -> dict[int, LayerTransform]:
+        noise = noises.get(name, 0.0)
+        return build(moments, *proposals[name], config, key_codec=codecs[0], value_codec=codecs[1], noise=noise)
+
     def measure(names: list[str]) -> dict[str, float]:
         """Mean KL of each of these proposals."""
-        layers = {n: build(moments, *proposals[n], config, key_codec=codecs[0], value_codec=codecs[1]) for n in names}
+        layers = {n: made(n) for n in names}
         for window in windows:
             start = metric_start(len(window))
             done = sum(map(len, measured.values()))
@@ -126,6 +134,11 @@ def select(
         kl |= more
     value = min(found, key=lambda v: found[v])
     kl |= measure([propose(key, value, *shares) for shares in DEVIATIONS])
+    best = min(kl, key=lambda name: kl[name])
+    for noise in NOISES:
+        name = f"{best}, noise {noise:g}"
+        proposals[name], noises[name] = proposals[best], noise
+    kl |= measure(list(noises))
     chosen = min(kl, key=lambda name: kl[name])
     if kl[chosen] == float("inf"):
         raise InputError(
@@ -138,12 +151,13 @@ def select(
         return {i: [float(e[options[side].index(c), h]) for h, c in enumerate(choose(i))] for i, e in errors[side].items()}
 
     return Selection(
-        layers=build(moments, key_choice, value_choice, config, key_codec=codecs[0], value_codec=codecs[1]),
+        layers=made(chosen),
         key_choices={i: key_choice(i) for i in moments},
         value_choices={i: value_choice(i) for i in moments},
         key_errors=errors_of(0, key_choice),
         value_errors=errors_of(1, value_choice),
         tried=[{"setting": n, "kl_mean": kl[n]} for n in sorted(kl, key=lambda n: kl[n])],
+        noise=noises.get(chosen, 0.0),
         metrics=measured[chosen],
     )
 

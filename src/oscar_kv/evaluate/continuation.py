@@ -19,7 +19,15 @@ from ..attention import AttentionCall, cache_argument, intercepted
 from ..errors import InputError
 from ..geometry import model_geometry
 from ..method.transform import LayerTransform
-from ..simulate import LOGITS_AT_ONCE, LOGITS_AT_ONCE_DEVICE, QUERY_BLOCK, QUERY_BLOCK_DEVICE, attend_block, headless
+from ..simulate import (
+    LOGITS_AT_ONCE,
+    LOGITS_AT_ONCE_DEVICE,
+    QUERY_BLOCK,
+    QUERY_BLOCK_DEVICE,
+    attend_block,
+    headless,
+    noise_bonus,
+)
 
 Transforms = Mapping[int, LayerTransform]
 
@@ -131,13 +139,15 @@ def tiered(model: Any, transforms: Transforms | None, sink: int, recent: int, wi
             keys, values = (torch.cat([old, own.to(old)], 2) for old, own in zip(before, (keys, values), strict=True))
         else:
             coded[index] = (keys, values)
-        return _attend(call, keys, values, sink, recent), None
+        return _attend(call, placed[index], keys, values, sink, recent), None
 
     with intercepted(model, observer):
         yield
 
 
-def _attend(call: AttentionCall, coded_key: Tensor, coded_value: Tensor, sink: int, recent: int) -> Tensor:
+def _attend(
+    call: AttentionCall, transform: LayerTransform, coded_key: Tensor, coded_value: Tensor, sink: int, recent: int
+) -> Tensor:
     """Output ``[B, T, Hq, Dv]`` of the last ``T`` positions over all keys; see :func:`oscar_kv.simulate.two_tier_attention`."""
     dtype = torch.promote_types(call.query.dtype, torch.float32)
     key, value = call.key.to(dtype), call.value.to(dtype)
@@ -150,7 +160,8 @@ def _attend(call: AttentionCall, coded_key: Tensor, coded_value: Tensor, sink: i
     step = QUERY_BLOCK if query.device.type == "cpu" else max(1, QUERY_BLOCK_DEVICE // batch)
     for lo in range(0, tokens, step):
         block = slice(lo, min(tokens, lo + step))
+        part = query[:, :, :, block]
         output[:, :, :, block] = attend_block(
-            query[:, :, :, block], key, value, coded_key, coded_value, start + lo, sink, recent, call
+            part, key, value, coded_key, coded_value, start + lo, sink, recent, call, noise_bonus(transform, part)
         )
     return output.reshape(batch, query_heads, tokens, -1).transpose(1, 2).to(call.query.dtype).contiguous()

@@ -1,7 +1,8 @@
 """Attention over two tiers in plain torch: the contract that every faster kernel is tested against.
 
 One online softmax runs over all blocks. Dense blocks use the raw query; packed blocks hold keys and values in the
-stored space and use ``q @ query_in``, with ``q . key_mean`` added to each logit before scale, soft cap and softmax. Two
+stored space and use ``q @ query_in``, with ``q . key_mean`` and a bonus for the noise of the codes added to each logit before
+scale, soft cap and softmax. Two
 accumulators keep the tiers apart until the end::
 
     out = (acc_dense + acc_packed @ output_out + mass_packed * value_mean) / normaliser
@@ -108,6 +109,8 @@ class _Softmax:
             self.mass_packed = self.query.new_zeros(shape)
             self.turned = self.raw @ t.query_in.to(self.raw)[:, None]  # [B, Hkv, G, T, D]
             self.offset = (self.raw * t.key_mean.to(self.raw)[:, None, None]).sum(-1)  # [B, Hkv, G, T]
+            if t.has_bonus:
+                self.offset += t.logit_bonus(self.turned * self.scaling) / self.scaling
 
     def add(self, block: KeyBlock, packed: bool) -> None:
         if self.top is None:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from .codecs import Codec, CodecSpec, Layout, has_layout, make_codec
-from .codecs.digits import GAUSS_STEP, allocate
+from .codecs.digits import GAUSS_ERROR, GAUSS_STEP, allocate
 from .hadamard import bit_reversal, hadamard, mixing
 from .statistics import LayerMoments
 
 MATRICES = ("key_in", "query_in", "value_in", "output_out")
-TENSORS = (*MATRICES, "key_mean", "value_mean")
+TENSORS = (*MATRICES, "key_mean", "value_mean", "key_noise")
 LAYOUTS = ("key_digits", "key_step", "value_digits", "value_step")  # of sides whose codec has a layout
 # Transforms a side (K or V) can use. "balanced" and "allocated" take a power alpha in [0, 1].
 TRANSFORMS = ("none", "hadamard", "oscar", "balanced", "allocated")
@@ -35,6 +35,7 @@ class LayerTransform:
         value_in, output_out: ``[Hkv, Dv, Dv]``, ``value_in @ output_out = I``.
         key_mean: ``[Hkv, D]``, zero where keys are not centred.
         value_mean: ``[Hkv, Dv]``.
+        key_noise: ``[Hkv, D]``, variance of what codes leave of each channel of the stored keys; see :meth:`logit_bonus`.
         key_codec, value_codec: how the transformed rows are stored.
         key_digits, key_step, value_digits, value_step: ``[Hkv, D]``, the layout of a side whose codec has one, else None.
     """
@@ -45,6 +46,7 @@ class LayerTransform:
     output_out: Tensor
     key_mean: Tensor
     value_mean: Tensor
+    key_noise: Tensor
     key_codec: CodecSpec
     value_codec: CodecSpec
     key_digits: Tensor | None = None
@@ -128,6 +130,22 @@ class LayerTransform:
         v = value_codec.decode(value_codec.encode(v)).to(dtype) @ t["output_out"] + value_mean
         return k, v
 
+    @cached_property
+    def has_bonus(self) -> bool:
+        """Whether :meth:`logit_bonus` is anything but zero."""
+        return bool(self.key_noise.any())
+
+    def logit_bonus(self, turned: Tensor) -> Tensor:
+        """What is added to every packed logit of a query, ``[B, Hkv, G, T]``.
+
+        A code says of a logit only its mean and variance, and the mean of ``exp(logit)`` is ``exp(mean + variance / 2)``:
+        without the second term the packed tier would get too little of the softmax against the dense one.
+
+        Args:
+            turned: queries in the stored space, ``q @ query_in`` times the scaling of the logits, ``[B, Hkv, G, T, D]``.
+        """
+        return 0.5 * (turned.square() @ self.key_noise.to(turned)[:, None, :, None]).squeeze(-1)
+
     def inverse_error(self) -> float:
         """Largest deviation of the two inverse pairs from the identity, in float64."""
         worst = 0.0
@@ -182,10 +200,12 @@ def _layout(digits: Tensor | None, step: Tensor | None) -> Layout | None:
 
 @dataclass(frozen=True)
 class HeadSide:
-    """One head's keys or values: ``into`` the stored space and ``back``, float64 ``[D, D]``, and a layout ``[D]`` or None."""
+    """One head's keys or values: ``into`` the stored space and ``back``, float64 ``[D, D]``; ``noise [D]``, the variance that
+    codes are expected to leave in each stored channel; a layout ``[D]`` or None."""
 
     into: Tensor
     back: Tensor
+    noise: Tensor
     digits: Tensor | None = None
     step: Tensor | None = None
 
@@ -207,13 +227,16 @@ def head_side(
     if choice.transform == "allocated":
         return allocated(spread, metric, choice.alpha, ridge, exact)
     if choice.transform == "balanced":
-        return HeadSide(*balanced(spread, metric, choice.alpha, ridge))
-    rotation = torch.eye(dim, dtype=torch.float64)
-    if choice.transform == "hadamard":
-        rotation = hadamard(dim)
-    elif choice.transform == "oscar":
-        rotation = spectral_rotation(target)
-    return HeadSide(rotation, rotation.T.clone())
+        into, back = balanced(spread, metric, choice.alpha, ridge)
+    else:
+        into = torch.eye(dim, dtype=torch.float64)
+        if choice.transform == "hadamard":
+            into = hadamard(dim)
+        elif choice.transform == "oscar":
+            into = spectral_rotation(target)
+        back = into.T.clone()
+    stored = (into * (spread.double() @ into)).sum(0)  # variance of each stored channel
+    return HeadSide(into, back, (GAUSS_ERROR[1] * stored.mean()).expand(dim))
 
 
 def spectral_rotation(covariance: Tensor) -> Tensor:
@@ -270,8 +293,11 @@ def allocated(spread: Tensor, metric: Tensor, alpha: float, ridge: float, exact:
     into = root @ vectors
     scale = (torch.trace(s) / torch.trace(into.T @ s @ into)).sqrt()
     into = (into * scale).float().double()
-    step = torch.tensor(GAUSS_STEP, dtype=torch.float64)[digits] * deviation * scale
-    return HeadSide(into, invert(into), digits, torch.where(digits > 0, step, 1.0))
+    deviation *= scale
+    step = torch.tensor(GAUSS_STEP, dtype=torch.float64)[digits] * deviation
+    noise = torch.tensor(GAUSS_ERROR, dtype=torch.float64)[digits] * deviation.square()
+    noise[:kept] = 0.0
+    return HeadSide(into, invert(into), noise, digits, torch.where(digits > 0, step, 1.0))
 
 
 def damped(matrix: Tensor, ridge: float) -> Tensor:
@@ -301,6 +327,7 @@ def build_layer(
     per_head: bool = True,
     value_objective: str = "sst",
     ridge: float = 1e-3,
+    noise: float = 0.0,
 ) -> LayerTransform:
     """Build one layer's transform from its moments.
 
@@ -312,6 +339,7 @@ def build_layer(
         value_objective: covariance of the published recipe for V: "sst" (released code) or "scores" (the paper's
             ``V^T S^T S V``).
         ridge: see :class:`oscar_kv.config.OscarConfig`.
+        noise: factor on the expected variance of coded keys, for :meth:`LayerTransform.logit_bonus`; 0 = no bonus.
 
     Raises:
         ValueError: unknown objective, not one choice per head, or a transform that does not go with the side's codec.
@@ -350,6 +378,7 @@ def build_layer(
         output_out=torch.stack([v.back for v in values]).float(),
         key_mean=torch.stack(key_means).float(),
         value_mean=torch.stack(value_means).float(),
+        key_noise=torch.stack([k.noise for k in keys]).float() * noise,
         key_codec=key_codec,
         value_codec=value_codec,
         key_digits=stacked([k.digits for k in keys]),

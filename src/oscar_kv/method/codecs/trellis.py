@@ -2,7 +2,7 @@
 
 A bit-shift trellis code (QTIP, arXiv 2406.11235, after Marcellin and Fischer 1990): the last four 2-bit symbols, going round
 from the end of the row to its beginning, make a state of 8 bits, and a fixed table gives the value of each state. Every channel
-is decoded by itself; the encoder finds the best symbols for the whole row (Viterbi): once with a free beginning, which says what
+is decoded by itself; the encoder finds the best symbols of the whole row (Viterbi): once with a free beginning, which says what
 symbols the end is likely to have, and once with these held fixed at both ends, so that the round is closed exactly.
 
 Row layout, ``n = ceil(dim / 4)`` bytes, then the scale::
