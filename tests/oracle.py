@@ -57,7 +57,7 @@ def oracle(model: Any, layers: dict[int, Any], sink: int, recent: int, pads: lis
                 t = layers[index]
                 read = call.query[b, h].double() @ t.query_in[h // group].double() * call.scaling
                 variance = (read.square() * t.key_noise[h // group].double()).sum(-1, keepdim=True)  # of each logit
-                logits = logits + torch.where(dense[:, 0], 0.0, variance / 2)
+                logits = logits + torch.where(dense[:, 0], 0.0, (variance / 2).clamp(max=0.25))
                 if call.softcap:
                     logits = call.softcap * torch.tanh(logits / call.softcap)
                 for i in range(tokens):

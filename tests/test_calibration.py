@@ -203,7 +203,12 @@ def test_fidelity_is_measured_on_windows_that_nothing_else_has_seen(method):
     parts = split_sequences(builtin_text("calibration"), tokenizer, QUICK.with_(selection_windows=2), builtin=True)
     assert len(parts.fidelity) == 2
     start = 128
-    metrics = [compare(model, w, {"": artifact.layers}, QUICK.sink, QUICK.recent, start)[""] for w in parts.fidelity]
+    offsets = artifact.fidelity["offsets"]
+    assert offsets == [0, model.config.max_position_embeddings - 256]
+    metrics = [
+        compare(model, w, {"": artifact.layers}, QUICK.sink, QUICK.recent, start, offset=o)[""]
+        for w, o in zip(parts.fidelity, offsets, strict=True)
+    ]
     kl, nll = (torch.cat([getattr(m, name)[start:] for m in metrics]) for name in ("kl", "nll"))
     found = artifact.fidelity
     assert (found["text"], found["windows"], found["length"], found["start"]) == ("builtin:selection", 2, 256, start)

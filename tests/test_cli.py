@@ -108,6 +108,20 @@ def test_calibrate_with_text_and_every_setting(llama: Path, text: Path, tmp_path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.oscar", "results"]  # nothing half-written is left
 
 
+@pytest.mark.parametrize(
+    ("preset", "codecs"),
+    [("fast", ("digits1", "int2")), ("balanced", ("digits", "int2")), ("quality", ("digits", "trellis"))],
+)
+def test_presets_choose_the_codecs(llama: Path, text: Path, tmp_path: Path, preset: str, codecs: tuple[str, str]) -> None:
+    args = [llama, "-o", tmp_path / "a.oscar", "--preset", preset, "--positions", "512", "--text", text, *CALIBRATION]
+    found = json.loads(run("calibrate", *args, "--json").stdout)
+    assert (found["config"]["key_codec"], found["config"]["value_codec"]) == codecs
+    assert found["config"]["positions"] == 512
+    shown = json.loads(run("inspect", llama, "--artifact", tmp_path / "a.oscar", "--json").stdout)
+    for layer in shown["artifact"]["layers"].values():
+        assert (layer["key_codec"]["name"], layer["value_codec"]["name"]) == codecs
+
+
 @pytest.mark.parametrize(("method", "flag"), [("hadamard", "--per-head"), ("none", "--per-layer")])
 def test_calibrate_fixed_methods_show_fidelity_and_warnings(
     llama: Path, text: Path, tmp_path: Path, method: str, flag: str

@@ -89,7 +89,8 @@ class Scene:
             covariance = torch.diag(t.key_noise[h // self.group].double())
             matrix = t.query_in[h // self.group].double()
             q = query[:, h] @ matrix * scaling  # [B, T, D]
-            half[:, h] = 0.5 * torch.einsum("bti,ij,btj->bt", q, covariance, q)[..., None] * self.coded[:, None]
+            variance = torch.einsum("bti,ij,btj->bt", q, covariance, q)
+            half[:, h] = (variance / 2).clamp(max=0.25)[..., None] * self.coded[:, None]
         return half
 
 

@@ -134,6 +134,11 @@ CASES: dict[str, tuple[Callable[[Path], list[Any]], list[str]]] = {
         ["no such artifact folder", "oscar calibrate"],
     ),
     "layers per layer with auto": (lambda r: calibrate(r, r / "model", "--per-layer"), ["auto", "--method oscar"]),
+    "unknown preset": (lambda r: calibrate(r, r / "model", "--preset", "best"), ["unknown preset 'best'", "quality"]),
+    "preset of a fixed method": (
+        lambda r: calibrate(r, r / "model", "--preset", "fast", "--method", "oscar"),
+        ["--preset fast", "--method oscar"],
+    ),
     "artifact where a model belongs": (
         lambda r: ["inspect", r / "artifact"],
         ["artifact is an artifact, not a model", "--artifact", "oscar verify"],

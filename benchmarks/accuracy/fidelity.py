@@ -56,7 +56,7 @@ def with_codecs(artifact: Artifact, key_codec: str, value_codec: str) -> dict[in
         artifact.config,
         key_codec=replace(key, name=key_codec),
         value_codec=replace(value, name=value_codec),
-        noise=artifact.provenance["noise"],
+        noise=artifact.provenance["noise"] if key_codec == artifact.config.key_codec else 0.0,  # chosen for that codec
     )
 
 

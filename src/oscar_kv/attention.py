@@ -192,6 +192,21 @@ def intercepted(model: Any, observer: Observer) -> Iterator[None]:
             model.set_attn_implementation(before)
 
 
+def forward(decoder: Any, tokens: Tensor, offset: int = 0) -> Any:
+    """One pass of a decoder without a cache.
+
+    Args:
+        decoder: ``model.base_model``.
+        tokens: int64 ``[T]``.
+        offset: position of the first token.
+    """
+    ids = tokens[None].to(decoder.device)
+    if not offset:
+        return decoder(input_ids=ids, use_cache=False)
+    positions = torch.arange(offset, offset + len(tokens), device=ids.device)[None]
+    return decoder(input_ids=ids, position_ids=positions, use_cache=False)
+
+
 def cache_argument(function: Callable[..., Any]) -> str:
     """ "cache" or "past_key_values": transformers renamed the argument within version 5."""
     return "cache" if "cache" in inspect.signature(inspect.unwrap(function)).parameters else "past_key_values"

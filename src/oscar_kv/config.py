@@ -25,6 +25,8 @@ class OscarConfig:
         value_clip: the same for values.
         tokens: calibration tokens.
         seq_len: length of one calibration sequence.
+        positions: calibration sequences and held-out windows begin at positions spread over this many, so that statistics cover
+            the rotary angles of long contexts; cut to what the model can take. 0 = all begin at position 0.
         ridge: damping of second moments before they are inverted, relative to their mean diagonal.
         selection_windows: held-out windows on which ``auto`` measures KL.
         seed: seed of every random choice of a calibration.
@@ -42,6 +44,7 @@ class OscarConfig:
     value_clip: float = 0.92
     tokens: int = 32_768
     seq_len: int = 4_096
+    positions: int = 32_768
     ridge: float = 1e-3
     selection_windows: int = 2
     seed: int = 0
@@ -51,7 +54,7 @@ class OscarConfig:
             raise ValueError(f"bits must be 2, got {self.bits}: no other width is implemented")
         if self.group_size != -1 and self.group_size < 4:
             raise ValueError(f"group_size must be -1 (one group per head) or at least 4, got {self.group_size}")
-        for name in ("sink", "slack"):
+        for name in ("sink", "slack", "positions"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         for name in ("recent", "page_size", "tokens", "seq_len"):

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .attention import AttentionCall, intercepted
+from .attention import AttentionCall, forward, intercepted
 from .cache.policy import packed_span, reads_dense
 from .geometry import model_geometry
 from .method.transform import LayerTransform
@@ -156,15 +156,18 @@ def simulated(model: Any, transforms: Mapping[int, Requantizer] | None, sink: in
 
 
 @torch.inference_mode()
-def hidden_states(model: Any, tokens: Tensor, transforms: Mapping[int, Requantizer] | None, sink: int, recent: int) -> Tensor:
+def hidden_states(
+    model: Any, tokens: Tensor, transforms: Mapping[int, Requantizer] | None, sink: int, recent: int, offset: int = 0
+) -> Tensor:
     """The decoder's final hidden states for one window, ``[T, hidden]``, dense or simulated.
 
     Args:
         model: causal LM.
         tokens: ``[T]`` int64.
+        offset: position of the first token.
     """
     with simulated(model, transforms, sink, recent):
-        output = model.base_model(input_ids=tokens[None].to(model.device), use_cache=False)
+        output = forward(model.base_model, tokens, offset)
     return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
 
@@ -238,6 +241,7 @@ def compare(
     start: int = 0,
     progress: Callable[[str], None] | None = None,
     windows: Mapping[str, Windows] | None = None,
+    offset: int = 0,
 ) -> dict[str, TokenMetrics]:
     """Compare methods with the dense cache on one window.
 
@@ -249,15 +253,16 @@ def compare(
         start: first position that is measured; earlier entries of the result are NaN (kl, nll) and False.
         progress: told each method's name when its pass is done.
         windows: ``(sink, recent)`` of the methods that have others than the common ones, by name.
+        offset: position of the window's first token.
 
     Returns:
         Metrics by method. Logits exist for a few positions at a time.
     """
     states = {}
-    reference = hidden_states(model, tokens, None, sink, recent)
+    reference = hidden_states(model, tokens, None, sink, recent, offset)
     for name, transforms in methods.items():
         own = (windows or {}).get(name, (sink, recent))
-        states[name] = reference if transforms is None else hidden_states(model, tokens, transforms, *own)
+        states[name] = reference if transforms is None else hidden_states(model, tokens, transforms, *own, offset)
         if progress:
             progress(name)
     target = tokens[1:].to(reference.device)

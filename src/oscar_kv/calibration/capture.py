@@ -3,13 +3,13 @@ through transformers' attention interface; nothing is written to disk, and memor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..attention import AttentionCall, intercepted
+from ..attention import AttentionCall, forward, intercepted
 from ..cache.policy import reads_dense
 from ..config import OscarConfig
 from ..errors import InputError
@@ -30,6 +30,7 @@ def capture_moments(
     geometry: ModelGeometry,
     config: OscarConfig,
     progress: Callable[[int], None] | None = None,
+    offsets: Sequence[int] = (),
 ) -> dict[int, LayerMoments]:
     """Second moments of every packed layer over some sequences.
 
@@ -39,6 +40,7 @@ def capture_moments(
         geometry: of the model; its packed layers are captured.
         config: windows: sinks are left out of the key and value moments, and what is read dense out of the read moments.
         progress: told the number of tokens after each sequence.
+        offsets: position at which each sequence begins; all at 0 where not given.
 
     Raises:
         InputError: activations are not finite, or a layer's attention cannot be reached.
@@ -67,8 +69,8 @@ def capture_moments(
         return output, weights
 
     with intercepted(model, observer):
-        for sequence in sequences:
-            model.base_model(input_ids=sequence[None].to(model.device), use_cache=False)
+        for i, sequence in enumerate(sequences):
+            forward(model.base_model, sequence, offsets[i] if offsets else 0)
             if progress:
                 progress(len(sequence))
     if missing := sorted(wanted - set(sums)):

@@ -24,7 +24,7 @@ from .corpus import Text, builtin_text, read_text
 from .methods import Moments, build_method
 from .overlap import Paragraphs
 from .select import Selection, metric_start, select
-from .split import Split, budget_warnings, check_budget, fit_lengths, split_sequences, window_warnings
+from .split import Split, budget_warnings, check_budget, fit_lengths, position_offsets, split_sequences, window_warnings
 
 METHODS = ("auto", "oscar", "hadamard", "none")
 # A head is flagged where this share of its keys' energy is a constant vector (a key bias, as in Qwen2 and Qwen2.5).
@@ -85,7 +85,10 @@ def calibrate(
         if progress:
             progress("calibration", done, config.tokens)
 
-    moments = capture_moments(model, parts.train, geometry, config, counted)
+    if method == "oscar":
+        config = config.with_(positions=0)  # as published
+    offsets = position_offsets(len(parts.train), config.seq_len, config, model.config)
+    moments = capture_moments(model, parts.train, geometry, config, counted, offsets)
     selection: Selection | None = None
     if method == "auto":
         selection = select(model, parts.selection, moments, config, progress)
@@ -184,8 +187,9 @@ def measure_fidelity(
     windows = parts.fidelity
     start = metric_start(len(windows[0]))
     metrics = []
+    offsets = position_offsets(len(windows), len(windows[0]), config, model.config)
     for i, window in enumerate(windows):
-        metrics.append(compare(model, window, {"": layers}, config.sink, config.recent, start)[""])
+        metrics.append(compare(model, window, {"": layers}, config.sink, config.recent, start, offset=offsets[i])[""])
         if progress:
             progress("fidelity", i + 1, len(windows))
     result = figures(*stacked(metrics, start))
@@ -194,7 +198,8 @@ def measure_fidelity(
             f"the model gives NaN or infinity on {parts.fidelity_text} in {str(model.dtype).removeprefix('torch.')}: try "
             "--dtype float32, and check the checkpoint"
         )
-    return {"text": parts.fidelity_text, "windows": len(windows), "length": len(windows[0]), "start": start, **result}
+    described = {"text": parts.fidelity_text, "windows": len(windows), "length": len(windows[0]), "start": start}
+    return {**described, "offsets": offsets, **result}
 
 
 def layer_summary(moments: Moments, selection: Selection | None, per_head: bool) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import AttentionCall, intercepted
+from ..attention import AttentionCall, forward, intercepted
 from ..cache.policy import reads_dense
 from ..config import EVAL_START, OscarConfig
 from ..errors import InputError
@@ -23,6 +23,7 @@ from ..method.selection import local_errors
 from ..method.transform import LayerTransform, SideChoice
 from ..simulate import TokenMetrics, compare
 from .methods import Choose, Moments, auto_codecs, build, candidates, everywhere
+from .split import position_offsets
 
 SAMPLES = 96  # query positions per window at which local errors are taken
 KEEP = 3  # fixed settings of keys, and then of values, that are measured end to end
@@ -82,7 +83,8 @@ def select(
         )
         for i in range(max(map(len, options)))
     ]
-    key_error, value_error = measure_local(model, windows, moments, built, config, progress)
+    offsets = position_offsets(len(windows), len(windows[0]), config, model.config)
+    key_error, value_error = measure_local(model, windows, offsets, moments, built, config, progress)
     errors = (
         {i: e[: len(options[0])] for i, e in key_error.items()},
         {i: e[: len(options[1])] for i, e in value_error.items()},
@@ -116,10 +118,11 @@ def select(
     def measure(names: list[str]) -> dict[str, float]:
         """Mean KL of each of these proposals."""
         layers = {n: made(n) for n in names}
-        for window in windows:
+        for window, offset in zip(windows, offsets, strict=True):
             start = metric_start(len(window))
             done = sum(map(len, measured.values()))
-            for i, (name, metrics) in enumerate(compare(model, window, layers, config.sink, config.recent, start).items()):
+            found = compare(model, window, layers, config.sink, config.recent, start, offset=offset)
+            for i, (name, metrics) in enumerate(found.items()):
                 measured.setdefault(name, []).append(metrics)
                 if progress:
                     progress("selection", done + i + 1, total)
@@ -127,12 +130,12 @@ def select(
 
     kl = measure([propose(k, ranked[1][0]) for k in ranked[0]])
     key = ranked[0][min(range(len(ranked[0])), key=lambda i: list(kl.values())[i])]
-    found = {ranked[1][0]: min(kl.values())}
+    best_with = {ranked[1][0]: min(kl.values())}
     if others := ranked[1][1:]:
         more = measure([propose(key, v) for v in others])
-        found |= dict(zip(others, more.values(), strict=True))
+        best_with |= dict(zip(others, more.values(), strict=True))
         kl |= more
-    value = min(found, key=lambda v: found[v])
+    value = min(best_with, key=lambda v: best_with[v])
     kl |= measure([propose(key, value, *shares) for shares in DEVIATIONS])
     best = min(kl, key=lambda name: kl[name])
     for noise in NOISES:
@@ -182,6 +185,7 @@ def finalists(error: Tensor, choices: tuple[SideChoice, ...]) -> list[int]:
 def measure_local(
     model: Any,
     windows: list[Tensor],
+    offsets: list[int],
     moments: Moments,
     candidates: list[dict[int, LayerTransform]],
     config: OscarConfig,
@@ -219,7 +223,7 @@ def measure_local(
 
     with intercepted(model, observer):
         for i, window in enumerate(windows):
-            model.base_model(input_ids=window[None].to(model.device), use_cache=False)
+            forward(model.base_model, window, offsets[i])
             if progress:
                 progress("local errors", i + 1, len(windows))
     return {i: key_sum[i] for i in moments}, {i: value_sum[i] for i in moments}

@@ -44,6 +44,18 @@ def position_limit(model_config: Any) -> int | None:
     return int(limit) if limit else None
 
 
+def position_offsets(count: int, length: int, config: OscarConfig, model_config: Any) -> list[int]:
+    """First positions of ``count`` sequences of this length, spread evenly over ``config.positions``; the first is 0.
+
+    Rotary attention feels only distances, so a sequence that begins later reads the same and has its keys and queries at
+    other angles: its statistics are those of a long context at the price of a short one.
+    """
+    room = min(config.positions, position_limit(model_config) or config.positions) - length
+    if room <= 0 or count < 2:
+        return [0] * count
+    return [round(i * room / (count - 1)) for i in range(count)]
+
+
 def whole_sequences(tokens: int, length: int) -> int:
     """How many sequences of ``length`` come nearest to a budget of ``tokens``; at least one."""
     return max(1, round(tokens / length))

@@ -35,6 +35,7 @@ def calibrate(
     preset: options.Preset = "balanced",
     tokens: options.Tokens = DEFAULTS.tokens,
     seq_len: options.SeqLen = DEFAULTS.seq_len,
+    positions: options.Positions = DEFAULTS.positions,
     group_size: options.GroupSize = DEFAULTS.group_size,
     per_head: Annotated[
         bool | None,
@@ -56,7 +57,7 @@ def calibrate(
     """Run a model over a little text and save the transforms of every layer as an artifact."""
     check_settings(method, per_head, value_objective, preset)
     config = OscarConfig(group_size=group_size, sink=sink, recent=recent, tokens=tokens, seq_len=seq_len, seed=seed)
-    config = config.preset(preset)
+    config = config.with_(positions=positions).preset(preset)
     paths = more_values(text or [], extra or [], "--text")
     check_output(output)
     with Progress() as progress:

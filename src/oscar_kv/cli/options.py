@@ -31,6 +31,7 @@ Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or 
 
 Tokens = Annotated[int, typer.Option("--tokens", help="Calibration tokens; whole sequences are used.")]
 SeqLen = Annotated[int, typer.Option("--seq-len", help="Tokens of one calibration sequence.")]
+Positions = Annotated[int, typer.Option("--positions", help="Positions that calibration is spread over; 0 = none.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of every random choice of a calibration.")]
 GroupSize = Annotated[int, typer.Option("--group-size", help="Channels per scale; -1: one per head.")]
 Preset = Annotated[str, typer.Option("--preset", help=f"Codecs of auto: one of {', '.join(PRESETS)}.")]

@@ -22,6 +22,7 @@ from .statistics import LayerMoments
 MATRICES = ("key_in", "query_in", "value_in", "output_out")
 TENSORS = (*MATRICES, "key_mean", "value_mean", "key_noise")
 LAYOUTS = ("key_digits", "key_step", "value_digits", "value_step")  # of sides whose codec has a layout
+BONUS_LIMIT = 0.25  # nats; where a code leaves more open than that, the error is not Gaussian and no bonus is right
 # Transforms a side (K or V) can use. "balanced" and "allocated" take a power alpha in [0, 1].
 TRANSFORMS = ("none", "hadamard", "oscar", "balanced", "allocated")
 
@@ -144,7 +145,8 @@ class LayerTransform:
         Args:
             turned: queries in the stored space, ``q @ query_in`` times the scaling of the logits, ``[B, Hkv, G, T, D]``.
         """
-        return 0.5 * (turned.square() @ self.key_noise.to(turned)[:, None, :, None]).squeeze(-1)
+        half = 0.5 * (turned.square() @ self.key_noise.to(turned)[:, None, :, None]).squeeze(-1)
+        return half.clamp(max=BONUS_LIMIT)
 
     def inverse_error(self) -> float:
         """Largest deviation of the two inverse pairs from the identity, in float64."""
