@@ -125,6 +125,6 @@ def test_observers_see_their_own_model_only() -> None:
 def test_finalists_are_the_best_of_each_kind_and_then_the_next_best() -> None:
     choices = EVEN
     error = torch.arange(9.0)  # plain 0..2, centred 3..5, centred and read 6..8
-    assert selecting.finalists(error, choices) == [0, 3, 6]
+    assert selecting.finalists(error, choices, 3) == [0, 3, 6]
     two_kinds = tuple(c for c in choices if not c.read)
-    assert selecting.finalists(torch.tensor([5.0, 1, 2, 4, 3, 6]), two_kinds) == [1, 2, 4]
+    assert selecting.finalists(torch.tensor([5.0, 1, 2, 4, 3, 6]), two_kinds, 3) == [1, 2, 4]

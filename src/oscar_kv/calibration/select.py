@@ -26,10 +26,9 @@ from .methods import Choose, Moments, auto_codecs, build, candidates, everywhere
 from .split import position_offsets
 
 SAMPLES = 96  # query positions per window at which local errors are taken
-KEEP = 3  # fixed settings of keys, and then of values, that are measured end to end
+KEEP = (2, 3)  # fixed settings of keys, and then of values, that are measured end to end
 # Deviations (keys, values): a head leaves the best fixed setting where its local error falls below this share of it.
-# 0 = never, 1 = always take the local optimum.
-DEVIATIONS = ((0.5, 0.5), (0.75, 0.75), (0.0, 1.0))
+DEVIATIONS = ((0.5, 0.5), (0.75, 0.75))
 NOISES = (1.0, 1.5)  # factors on the expected noise of coded keys, tried on the best setting beside none
 
 Progress = Callable[[str, int, int], None]
@@ -89,7 +88,10 @@ def select(
         {i: e[: len(options[0])] for i, e in key_error.items()},
         {i: e[: len(options[1])] for i, e in value_error.items()},
     )
-    ranked = [finalists(torch.cat(list(e.values()), 1).mean(1), choices) for e, choices in zip(errors, options, strict=True)]
+    ranked = [
+        finalists(torch.cat(list(e.values()), 1).mean(1), choices, keep)
+        for e, choices, keep in zip(errors, options, KEEP, strict=True)
+    ]
 
     def pick(side: int, base: int, share: float) -> Choose:
         def choose(layer: int) -> list[SideChoice]:
@@ -165,8 +167,8 @@ def select(
     )
 
 
-def finalists(error: Tensor, choices: tuple[SideChoice, ...]) -> list[int]:
-    """The ``KEEP`` choices to measure end to end, best first: the best of each kind (centred or not, read or plain moments),
+def finalists(error: Tensor, choices: tuple[SideChoice, ...], keep: int) -> list[int]:
+    """The ``keep`` choices to measure end to end, best first: the best of each kind (centred or not, read or plain moments),
     since local errors compare choices of one kind well and kinds badly, and then the next best of all.
 
     Args:
@@ -176,8 +178,8 @@ def finalists(error: Tensor, choices: tuple[SideChoice, ...]) -> list[int]:
     kinds: dict[tuple[bool, bool], int] = {}
     for i in order:
         kinds.setdefault((choices[i].centred, choices[i].read), i)
-    kept = [*kinds.values()][:KEEP]
-    kept += [i for i in order if i not in kept][: KEEP - len(kept)]
+    kept = [*kinds.values()][:keep]
+    kept += [i for i in order if i not in kept][: keep - len(kept)]
     return sorted(kept, key=order.index)
 
 
