@@ -164,10 +164,12 @@ def test_rows_do_not_depend_on_their_company() -> None:
     [
         (lambda d, s: (d + 1, s), "sum to"),
         (lambda d, s: (d, -s), "positive"),
+        (lambda d, s: (d, s * 1e30), "between"),
+        (lambda d, s: (d + 0.5, s), "whole"),
         (lambda d, s: (d[:, :-1], s), "shapes"),
         (lambda d, s: (d.flip(-1), s), "first channel"),
     ],
-    ids=["sum", "step", "shape", "exact-channel"],
+    ids=["sum", "step", "huge-step", "half-digit", "shape", "exact-channel"],
 )
 def test_wrong_layouts_are_refused(change, message: str) -> None:
     good = random_layout(2, 16, True)
@@ -175,6 +177,16 @@ def test_wrong_layouts_are_refused(change, message: str) -> None:
         good = Layout(good.digits.sort(-1).values, good.step)
     with pytest.raises(ValueError, match=message):
         make_codec(CodecSpec("digits"), 16, Layout(*change(good.digits, good.step)))
+
+
+def test_nothing_is_encoded_as_nothing_whatever_the_default_dtype() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        codec = make_codec(CodecSpec("digits"), 16, random_layout(2, 16, True))
+        assert codec.encode(torch.zeros(3, 2, 0, 16)).shape == (3, 2, 0, codec.row_bytes)
+        assert codec.decode(codec.encode(torch.ones(3, 2, 4, 16))).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_a_codec_without_its_layout_says_so() -> None:

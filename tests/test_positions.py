@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from models import tiny_config, tiny_model
 
 from oscar_kv.attention import intercepted
@@ -88,4 +89,6 @@ def test_dense_results_do_not_depend_on_the_offset_of_a_window() -> None:
 )
 def test_offsets_are_spread_over_what_the_model_takes(count, length, positions, limit, expected) -> None:
     config = OscarConfig(positions=positions)
+    learned = transformers.GPT2Config(n_positions=4096)
+    assert position_offsets(count, length, config, learned) == [0] * count
     assert position_offsets(count, length, config, tiny_config("llama", max_position_embeddings=limit)) == expected

@@ -290,6 +290,8 @@ def _layer(tensors: dict[str, Tensor], index: int, entry: LayerEntry, root: Path
             make_codec(spec, dim)
         except ValueError as error:
             raise ArtifactError(f"{root / DESCRIPTION}: layers.{index}.{side}_codec: {error}") from error
+    if bool((parts["key_noise"] < 0).any()):
+        raise ArtifactError(f"{root / TRANSFORMS}: 'layers.{index}.key_noise' is negative, expected variances; calibrate again")
     transform = LayerTransform(**parts, key_codec=entry.key_codec, value_codec=entry.value_codec)
     try:
         transform.codecs()

@@ -51,9 +51,16 @@ def position_offsets(count: int, length: int, config: OscarConfig, model_config:
     other angles: its statistics are those of a long context at the price of a short one.
     """
     room = min(config.positions, position_limit(model_config) or config.positions) - length
-    if room <= 0 or count < 2:
+    if room <= 0 or count < 2 or not rotary(model_config):
         return [0] * count
     return [round(i * room / (count - 1)) for i in range(count)]
+
+
+def rotary(model_config: Any) -> bool:
+    """Whether the model's config speaks of rotary positions; learned ones always begin at 0."""
+    text = model_config.get_text_config(decoder=True)
+    names = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_pct", "rotary_emb_base")
+    return any(getattr(text, name, None) for name in names)
 
 
 def whole_sequences(tokens: int, length: int) -> int:

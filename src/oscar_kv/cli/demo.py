@@ -33,7 +33,7 @@ def demo(
         typer.Option("-o", "--out", metavar="DIR", help=f"Where the artifact goes (default: {DEFAULT_FOLDER})."),
     ] = None,
     tokens: options.Tokens = 8_192,
-    seq_len: options.SeqLen = 2_048,
+    seq_len: options.SeqLen = 1_024,
     length: options.WindowLength = 2_048,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="Tokens of the prompt.")] = 1_536,
     max_new_tokens: options.MaxNewTokens = 32,

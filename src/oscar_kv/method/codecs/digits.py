@@ -27,6 +27,7 @@ from .base import CodecSpec
 from .scalar import _CHUNK, _CHUNK_DEVICE, MAX_HALF, MIN_SCALE, pack2, round_scale, unpack2
 
 MAX_DIGITS = 4
+STEPS = (2.0**-50, 2.0**50)  # beyond these, squares leave float32
 # Of a uniform quantizer with 4^d levels on a unit Gaussian: step of least mean squared error, and that error.
 GAUSS_STEP = (0.0, 0.9957, 0.3352, 0.1041, 0.0308)
 GAUSS_ERROR = (1.0, 0.1188, 0.01154, 0.00104, 0.0000935)
@@ -78,8 +79,10 @@ class DigitsCodec:
             raise ValueError(f"a layout for {self.dim} channels has shapes {tuple(digits.shape)} and {tuple(step.shape)}")
         if bool((digits < 0).any() | (digits > MAX_DIGITS).any() | (digits.sum(-1) != self.dim).any()):
             raise ValueError(f"each head's digits must lie in 0 .. {MAX_DIGITS} and sum to {self.dim}")
-        if not bool((step > 0).all()):
-            raise ValueError("steps must be positive")
+        if bool((digits != layout.digits).any()):
+            raise ValueError("digits must be whole numbers")
+        if not bool(((step > STEPS[0]) & (step < STEPS[1])).all()):
+            raise ValueError(f"steps must be positive and between {STEPS[0]:.0e} and {STEPS[1]:.0e}")
         if self.exact and bool(digits[:, 0].any()):
             raise ValueError("the first channel is stored in 16 bits and must have no digits")
         heads, device = digits.shape[0], digits.device
@@ -88,12 +91,12 @@ class DigitsCodec:
         channel = torch.searchsorted(last, slot.expand(heads, -1).contiguous())  # [Hkv, D], of each slot
         self.channel = channel
         self.shift = 2 * (last.gather(1, channel) - slot)  # [Hkv, D], bits of each slot within its channel's number
-        self.weight = torch.zeros(heads, self.dim, self.dim, device=device)  # slots to channels
-        self.weight.scatter_(2, channel[..., None], (2.0**self.shift)[..., None])
-        self.top = (4.0**digits - 1).unsqueeze(1)  # [Hkv, 1, D], largest number of each channel
+        self.weight = torch.zeros(heads, self.dim, self.dim, dtype=torch.float32, device=device)  # slots to channels
+        self.weight.scatter_(2, channel[..., None], (2.0 ** self.shift.float())[..., None])
+        self.top = (4.0 ** digits.float() - 1).unsqueeze(1)  # [Hkv, 1, D], largest number of each channel
         self.step = step.float().unsqueeze(1)
         self.cost = torch.where(digits > 0, step.float().square(), 0.0).unsqueeze(1)  # of an error of one step
-        size = torch.tensor(GAUSS_STEP, device=device)[digits].clamp_min(1e-9).unsqueeze(1)
+        size = torch.tensor(GAUSS_STEP, dtype=torch.float32, device=device)[digits].clamp_min(1e-9).unsqueeze(1)
         self.usual = (self.cost / size.square()).sum(-1, keepdim=True)  # of a row of usual size
 
     # -- encode ------------------------------------------------------------------------------------------------
@@ -107,12 +110,12 @@ class DigitsCodec:
         heads = self._heads()
         if x.dim() < 3 or x.shape[-1] != self.dim or x.shape[-3] != heads:
             raise ValueError(f"codec for {heads} heads of {self.dim} channels got a tensor of shape {tuple(x.shape)}")
-        flat = x.to(torch.float32).clamp(-MAX_HALF, MAX_HALF).reshape(-1, *x.shape[-3:])
+        if not x.numel():
+            return torch.zeros(*x.shape[:-1], self.row_bytes, dtype=torch.uint8, device=x.device)
+        flat = x.to(torch.float32).clamp(-MAX_HALF, MAX_HALF).reshape(-1, *x.shape[-3:]).contiguous()
         limit = _CHUNK if x.device.type == "cpu" else _CHUNK_DEVICE
         step = max(1, limit // max(1, flat.shape[0] * heads * self.dim))
         rows = [self._encode_chunk(flat[:, :, lo : lo + step]) for lo in range(0, x.shape[-2], step)]
-        if not rows:
-            return torch.zeros(*x.shape[:-1], self.row_bytes, dtype=torch.uint8, device=x.device)
         return torch.cat(rows, -2).reshape(*x.shape[:-1], self.row_bytes)
 
     def _encode_chunk(self, x: Tensor) -> Tensor:
@@ -145,7 +148,7 @@ class DigitsCodec:
             return scale, energy - 2 * scale * cross + scale.square() * square, cross / square.clamp_min(1e-30)
 
         usual = (energy / self.usual).sqrt()
-        starts = torch.tensor(STARTS, device=unit.device).reshape(-1, *[1] * unit.dim())
+        starts = torch.tensor(STARTS, dtype=torch.float32, device=unit.device).reshape(-1, *[1] * unit.dim())
         scale, error, refit = trial(starts * usual)
         best_error, index = error.topk(KEEP, 0, largest=False)
         best_error, best, refit = best_error[0], scale.gather(0, index)[0], refit.gather(0, index)
