@@ -54,24 +54,30 @@ def two_tier_attention(call: AttentionCall, transform: Requantizer, sink: int, r
         Output ``[B, T, Hq, Dv]`` in the query's dtype, and None for the weights.
     """
     with torch.autocast(call.query.device.type, enabled=False):
-        return _two_tier(call, transform, sink, recent), None
+        return attend_tiers(call, transform, *transform.requantize(call.key, call.value), sink, recent), None
 
 
-def _two_tier(call: AttentionCall, transform: Requantizer, sink: int, recent: int) -> Tensor:
+def attend_tiers(
+    call: AttentionCall, transform: Requantizer, coded_key: Tensor, coded_value: Tensor, sink: int, recent: int
+) -> Tensor:
+    """Output ``[B, T, Hq, Dv]`` of a call's queries, which are the last ``T`` of its keys.
+
+    Args:
+        coded_key, coded_value: what the codes of all keys and values decode to, of their shape; sinks are overwritten.
+    """
     dtype = torch.promote_types(call.query.dtype, torch.float32)
-    coded_key, coded_value = (t.to(dtype) for t in transform.requantize(call.key, call.value))
-    key, value = call.key.to(dtype), call.value.to(dtype)
+    key, value, coded_key, coded_value = (t.to(dtype) for t in (call.key, call.value, coded_key, coded_value))
     coded_key[:, :, :sink], coded_value[:, :, :sink] = key[:, :, :sink], value[:, :, :sink]
     batch, query_heads, tokens, dim = call.query.shape
-    heads = key.shape[1]
-    query = (call.query.to(dtype) * call.scaling).reshape(batch, heads, -1, tokens, dim)  # [B, Hkv, G, T, D]
+    start = key.shape[2] - tokens
+    query = (call.query.to(dtype) * call.scaling).reshape(batch, key.shape[1], -1, tokens, dim)  # [B, Hkv, G, T, D]
     output = query.new_empty(*query.shape[:-1], value.shape[-1])
-    step = QUERY_BLOCK if query.device.type == "cpu" else QUERY_BLOCK_DEVICE
+    step = QUERY_BLOCK if query.device.type == "cpu" else max(1, QUERY_BLOCK_DEVICE // batch)
     for lo in range(0, tokens, step):
         block = slice(lo, min(tokens, lo + step))
         part = query[:, :, :, block]
         output[:, :, :, block] = attend_block(
-            part, key, value, coded_key, coded_value, lo, sink, recent, call, noise_bonus(transform, part)
+            part, key, value, coded_key, coded_value, start + lo, sink, recent, call, noise_bonus(transform, part)
         )
     return output.reshape(batch, query_heads, tokens, -1).transpose(1, 2).to(call.query.dtype).contiguous()
 

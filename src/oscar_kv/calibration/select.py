@@ -130,14 +130,12 @@ def select(
                     progress("selection", done + i + 1, total)
         return {name: ranked_kl(measured[name]) for name in names}
 
-    kl = measure([propose(k, ranked[1][0]) for k in ranked[0]])
-    key = ranked[0][min(range(len(ranked[0])), key=lambda i: list(kl.values())[i])]
-    best_with = {ranked[1][0]: min(kl.values())}
-    if others := ranked[1][1:]:
-        more = measure([propose(key, v) for v in others])
-        best_with |= dict(zip(others, more.values(), strict=True))
-        kl |= more
-    value = min(best_with, key=lambda v: best_with[v])
+    keys = {k: propose(k, ranked[1][0]) for k in ranked[0]}
+    kl = measure(list(keys.values()))
+    key = min(keys, key=lambda k: kl[keys[k]])
+    values = {v: propose(key, v) for v in ranked[1]}
+    kl |= measure([name for name in values.values() if name not in kl])
+    value = min(values, key=lambda v: kl[values[v]])
     kl |= measure([propose(key, value, *shares) for shares in DEVIATIONS])
     best = min(kl, key=lambda name: kl[name])
     for noise in NOISES:

@@ -19,15 +19,7 @@ from ..attention import AttentionCall, cache_argument, intercepted
 from ..errors import InputError
 from ..geometry import model_geometry
 from ..method.transform import LayerTransform
-from ..simulate import (
-    LOGITS_AT_ONCE,
-    LOGITS_AT_ONCE_DEVICE,
-    QUERY_BLOCK,
-    QUERY_BLOCK_DEVICE,
-    attend_block,
-    headless,
-    noise_bonus,
-)
+from ..simulate import LOGITS_AT_ONCE, LOGITS_AT_ONCE_DEVICE, attend_tiers, headless
 
 Transforms = Mapping[int, LayerTransform]
 
@@ -139,29 +131,7 @@ def tiered(model: Any, transforms: Transforms | None, sink: int, recent: int, wi
             keys, values = (torch.cat([old, own.to(old)], 2) for old, own in zip(before, (keys, values), strict=True))
         else:
             coded[index] = (keys, values)
-        return _attend(call, placed[index], keys, values, sink, recent), None
+        return attend_tiers(call, placed[index], keys, values, sink, recent), None
 
     with intercepted(model, observer):
         yield
-
-
-def _attend(
-    call: AttentionCall, transform: LayerTransform, coded_key: Tensor, coded_value: Tensor, sink: int, recent: int
-) -> Tensor:
-    """Output ``[B, T, Hq, Dv]`` of the last ``T`` positions over all keys; see :func:`oscar_kv.simulate.two_tier_attention`."""
-    dtype = torch.promote_types(call.query.dtype, torch.float32)
-    key, value = call.key.to(dtype), call.value.to(dtype)
-    coded_key, coded_value = coded_key.to(dtype, copy=True), coded_value.to(dtype, copy=True)
-    coded_key[:, :, :sink], coded_value[:, :, :sink] = key[:, :, :sink], value[:, :, :sink]
-    batch, query_heads, tokens, dim = call.query.shape
-    start = key.shape[2] - tokens
-    query = (call.query.to(dtype) * call.scaling).reshape(batch, key.shape[1], -1, tokens, dim)  # [B, Hkv, G, T, D]
-    output = query.new_empty(*query.shape[:-1], value.shape[-1])
-    step = QUERY_BLOCK if query.device.type == "cpu" else max(1, QUERY_BLOCK_DEVICE // batch)
-    for lo in range(0, tokens, step):
-        block = slice(lo, min(tokens, lo + step))
-        part = query[:, :, :, block]
-        output[:, :, :, block] = attend_block(
-            part, key, value, coded_key, coded_value, start + lo, sink, recent, call, noise_bonus(transform, part)
-        )
-    return output.reshape(batch, query_heads, tokens, -1).transpose(1, 2).to(call.query.dtype).contiguous()

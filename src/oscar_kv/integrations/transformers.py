@@ -79,6 +79,7 @@ class OscarCache(Cache):  # type: ignore[misc]
         for index, store in stores.items():
             layers[index] = OscarLayer(store, index)
         super().__init__(layers=layers)
+        self._growing = [i for i, layer in enumerate(layers) if isinstance(layer, (OscarLayer, DynamicLayer))]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OscarCache:
         """A copy with its own tokens; model and transforms are shared. This is how to branch from a common prefix."""
@@ -111,14 +112,13 @@ class OscarCache(Cache):  # type: ignore[misc]
 
     def _check_lengths(self, layer_idx: int) -> None:
         """At the first layer of a call, all layers must hold the same tokens."""
-        growing = [i for i, layer in enumerate(self.layers) if isinstance(layer, (OscarLayer, DynamicLayer))]
-        if layer_idx != growing[0]:
+        if layer_idx != self._growing[0]:
             return
-        lengths = [self.layers[i].get_seq_length() for i in growing]
-        for i, length in zip(growing, lengths, strict=True):
-            if length != lengths[0]:
+        held = self.layers[layer_idx].get_seq_length()
+        for i in self._growing:
+            if (length := self.layers[i].get_seq_length()) != held:
                 raise RuntimeError(
-                    f"layer {layer_idx} holds {lengths[0]} tokens and layer {i} holds {length}: an earlier forward call was "
+                    f"layer {layer_idx} holds {held} tokens and layer {i} holds {length}: an earlier forward call was "
                     "interrupted between them. reset() the cache and give the tokens again"
                 )
 

@@ -90,12 +90,14 @@ class DigitsCodec:
         slot = torch.arange(self.dim, device=device)
         channel = torch.searchsorted(last, slot.expand(heads, -1).contiguous())  # [Hkv, D], of each slot
         self.channel = channel
-        self.shift = 2 * (last.gather(1, channel) - slot)  # [Hkv, D], bits of each slot within its channel's number
+        shift = 2 * (last.gather(1, channel) - slot)  # [Hkv, D], bits of each slot within its channel's number
+        self.shift = shift.to(torch.int32).unsqueeze(1)
         self.weight = torch.zeros(heads, self.dim, self.dim, dtype=torch.float32, device=device)  # slots to channels
-        self.weight.scatter_(2, channel[..., None], (2.0 ** self.shift.float())[..., None])
+        self.weight.scatter_(2, channel[..., None], (2.0 ** shift.float())[..., None])
         self.top = (4.0 ** digits.float() - 1).unsqueeze(1)  # [Hkv, 1, D], largest number of each channel
         self.step = step.float().unsqueeze(1)
-        self.cost = torch.where(digits > 0, step.float().square(), 0.0).unsqueeze(1)  # of an error of one step
+        self.unit = torch.where(digits > 0, step.float(), 0.0).unsqueeze(1)  # of channels that have digits
+        self.cost = self.unit.square()  # of an error of one step
         size = torch.tensor(GAUSS_STEP, dtype=torch.float32, device=device)[digits].clamp_min(1e-9).unsqueeze(1)
         self.usual = (self.cost / size.square()).sum(-1, keepdim=True)  # of a row of usual size
 
@@ -123,7 +125,7 @@ class DigitsCodec:
         scale = self._search(unit)  # [L, Hkv, T, 1]
         numbers = self._nearest(unit, scale).to(torch.int32)
         index = self.channel.unsqueeze(1).expand(*numbers.shape[:-2], numbers.shape[-2], -1)
-        codes = numbers.gather(-1, index) >> self.shift.unsqueeze(1).to(torch.int32) & 3
+        codes = numbers.gather(-1, index) >> self.shift & 3
         parts = [scale.to(torch.float16)]
         if self.exact:
             parts.append(x[..., :1].to(torch.float16))
@@ -168,7 +170,7 @@ class DigitsCodec:
         metadata = self._metadata(rows)
         codes = unpack2(rows[..., : self.code_bytes], self.dim).to(torch.float32)
         level = codes @ self.weight - self.top / 2  # exact: small whole numbers
-        x = level.mul_(torch.where(self.cost > 0, self.step, 0.0)).mul_(metadata[..., :1])
+        x = level.mul_(self.unit).mul_(metadata[..., :1])
         if self.exact:
             x[..., 0] = metadata[..., 1]
         return x
