@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oscar_kv.method.sensitivity import read_weights
-from oscar_kv.method.statistics import MomentAccumulator
+from oscar_kv.method.statistics import PRIOR, MomentAccumulator
 
 HEADS, GROUP, TOKENS, DIM = 2, 3, 20, 8
 
@@ -49,7 +49,7 @@ def test_weights_are_squared_derivatives(softcap: float | None, with_sinks: bool
         assert torch.allclose(ours.double(), expected, rtol=2e-3, atol=1e-5)
 
 
-def test_read_moments_are_weighted_means() -> None:
+def test_read_moments_are_weighted_means_drawn_to_the_plain_ones_where_few_tokens_carry_them() -> None:
     accumulator = MomentAccumulator(HEADS, DIM, DIM, 2, "cpu")
     sums: dict[str, list[torch.Tensor]] = {"q": [], "k": [], "v": [], "wq": [], "wk": [], "wv": []}
     for seed in range(3):
@@ -64,16 +64,20 @@ def test_read_moments_are_weighted_means() -> None:
             sums[name].append(x)
             sums[f"w{name}"].append(w.double())
     moments = accumulator.result(metric)
-    for name, second, mean in (
-        ("q", moments.query_read, None),
-        ("k", moments.key_read_second, moments.key_read_mean),
-        ("v", moments.value_read_second, moments.value_read_mean),
+    for name, second, mean, plain_second, plain_mean in (
+        ("q", moments.query_read, None, moments.query, None),
+        ("k", moments.key_read_second, moments.key_read_mean, moments.key_second, moments.key_mean),
+        ("v", moments.value_read_second, moments.value_read_mean, moments.value_second, moments.value_mean),
     ):
         x, w = torch.cat(sums[name], 1), torch.cat(sums[f"w{name}"], 1)
-        expected = torch.einsum("ht,hti,htj->hij", w, x, x) / w.sum(-1)[:, None, None]
-        assert torch.allclose(second, expected, rtol=1e-9)
-        if mean is not None:
-            assert torch.allclose(mean, torch.einsum("ht,hti->hi", w, x) / w.sum(-1)[:, None], rtol=1e-9)
+        for h in range(HEADS):
+            p = w[h] / w[h].sum()
+            share = 1.0 if name == "v" else float(1 / (1 + PRIOR * (p * p).sum()))  # 1 / sum p^2 tokens carry the weight
+            weighted = sum(p[t] * torch.outer(x[h, t], x[h, t]) for t in range(x.shape[1]))
+            size = torch.trace(weighted) / torch.trace(plain_second[h]) if name == "q" else 1.0
+            assert torch.allclose(second[h], share * weighted + (1 - share) * size * plain_second[h], rtol=1e-9)
+            if mean is not None:
+                assert torch.allclose(mean[h], share * (p @ x[h]) + (1 - share) * plain_mean[h], rtol=1e-9)
 
 
 def test_heads_that_read_nothing_fall_back_to_plain_moments() -> None:

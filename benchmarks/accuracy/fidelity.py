@@ -26,12 +26,14 @@ from oscar_kv.artifact import write_text
 from oscar_kv.calibration.corpus import Text, builtin_text, prefix, read_text, spread_windows, tokenize
 from oscar_kv.calibration.methods import auto_codecs, build, build_method, parse_choice
 from oscar_kv.config import PRESETS, OscarConfig
-from oscar_kv.evaluate.fidelity import evaluate
+from oscar_kv.evaluate.baselines import build_baseline
+from oscar_kv.evaluate.fidelity import evaluate, without_windows
 from oscar_kv.geometry import model_geometry
 from oscar_kv.loading import load_model, load_tokenizer
 
 CONFIG = OscarConfig(group_size=-1, slack=0)
 BASELINES = ("naive", "oscar")
+OTHERS = ("kivi", "fp8")
 EVEN = ("balanced1+search", "balanced0.5+centre+search", "balanced1+centre+search", "hadamard+centre+search")
 DIGITS = (
     *(f"allocated{alpha}+centre+read/balanced1+centre+read+search" for alpha in (0.5, 1)),
@@ -80,7 +82,11 @@ class Bench:
     def run(self, artifact: Artifact, methods: dict[str, Any], text: Text, length: int, count: int, label: str) -> None:
         began = time.time()
         windows = self.windows(text, length, count)
-        result = evaluate(self.model, self.geometry, windows, methods, CONFIG, text, name=self.name)
+        methods, own = dict(methods), {}
+        for published in [name for name in ("oscar", "auto", "kivi") if label == "fidelity"]:
+            name, own_windows = without_windows(published, methods)
+            methods[name], own[name] = methods[published], own_windows
+        result = evaluate(self.model, self.geometry, windows, methods, CONFIG, text, name=self.name, windows_of=own)
         result["calibration"] = {k: v for k, v in artifact.provenance.items() if k != "paragraphs"}
         stem = text.name.split(".")[0].replace(":", "-")
         path = self.options.out / f"{label}-{self.name}-{stem}.json"
@@ -109,15 +115,17 @@ class Bench:
         artifact = self.calibrated()
         if options.save:
             artifact.save(options.save)
-        names = [*BASELINES, EVEN[1], DIGITS[1], DIGITS[3]] if options.quick else [*BASELINES, *EVEN, *DIGITS]
+        names = [*BASELINES, EVEN[1], *DIGITS] if options.quick else [*BASELINES, *EVEN, *DIGITS]
         made = {n: build_method(n, artifact.moments or {}, artifact.config) for n in {*names, *LONG}}
         ours = {"auto": artifact.layers}
         ours |= {f"auto, {name}": with_codecs(artifact, **PRESETS[name]) for name in ("fast", "quality")}
+        others = {n: build_baseline(n, self.geometry) for n in OTHERS}
         if options.long:
             methods = {"dense": None, **ours, **{n: made[n] for n in LONG}}
             self.run(artifact, methods, self.texts[0], options.long, 1, "long")
         for text in self.texts:
-            self.run(artifact, {"dense": None, **{n: made[n] for n in names}, **ours}, text, 4096, options.windows, "fidelity")
+            methods = {"dense": None, **{n: made[n] for n in names}, **ours, **others}
+            self.run(artifact, methods, text, 4096, options.windows, "fidelity")
         if options.cross:
             self.cross(artifact)
 

@@ -13,6 +13,11 @@ from torch import Tensor
 
 from .sensitivity import ReadWeights
 
+# Weighted moments of queries and keys count the plain ones as this many tokens. A few tokens carry most of the weight: where
+# `n = (sum w)^2 / sum w^2` of them do, the weighted moments get n / (n + PRIOR) of the say. Values rest on more tokens and lose
+# by it (docs/research.md has the measurement).
+PRIOR = 32.0
+
 
 @dataclass
 class LayerMoments:
@@ -34,6 +39,7 @@ class LayerMoments:
             projection was found.
         query_read, key_read_second, key_read_mean, value_read_second, value_read_mean: ``query``, ``key_second``, ... once
             more, weighted by what attention reads from codes (:mod:`.sensitivity`); equal to them in a head that reads nothing.
+            Those of queries and keys are drawn towards the plain ones as far as they rest on few tokens (:data:`PRIOR`).
     """
 
     query: Tensor
@@ -127,6 +133,7 @@ class MomentAccumulator:
             "value_mean": zeros(num_kv_heads, value_dim),
         }
         self.read_mass = {side: zeros(num_kv_heads) for side in ("query", "key", "value")}
+        self.read_square = {side: zeros(num_kv_heads) for side in ("query", "key", "value")}
 
     def add(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, weights: ReadWeights | None = None) -> None:
         """Add one sequence.
@@ -173,14 +180,26 @@ class MomentAccumulator:
             w = mass[side].double()
             weighed = x * w.unsqueeze(-1)
             self.read_mass[side] += w.sum(-1)
+            self.read_square[side] += w.square().sum(-1)
             self.read["query" if side == "query" else f"{side}_second"] += weighed.mT @ x
             if side != "query":
                 self.read[f"{side}_mean"] += weighed.sum(1)
 
     def _read(self, name: str, plain: Tensor) -> Tensor:
-        """A read moment, or the plain one in heads whose weights are all zero."""
-        mass = self.read_mass[name.split("_")[0]].reshape(-1, *[1] * (plain.dim() - 1))
-        return torch.where(mass > 0, self.read[name] / mass.clamp_min(1e-300), plain)
+        """A read moment, drawn towards the plain one (of the same size) where few tokens carry it; the plain one where none do."""
+        side = name.split("_")[0]
+        shape = (-1, *[1] * (plain.dim() - 1))
+        mass, square = (sums[side].reshape(shape) for sums in (self.read_mass, self.read_square))
+        read = self.read[name] / mass.clamp_min(1e-300)
+        if side == "value":
+            return torch.where(mass > 0, read, plain)
+        tokens = mass.square() / square.clamp_min(1e-300)
+        share = tokens / (tokens + PRIOR)  # 0 where the mass is 0
+        if side == "query":  # a metric: its size is that of the weights
+            size = (m.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None] for m in (read, plain))
+            plain_sized = plain * (next(size) / next(size).clamp_min(1e-300))
+            return torch.where(mass > 0, share * read + (1 - share) * plain_sized, plain)
+        return share * read + (1 - share) * plain
 
     def result(self, output_metric: Tensor) -> LayerMoments:
         """The moments.
