@@ -186,7 +186,7 @@ class MomentAccumulator:
                 self.read[f"{side}_mean"] += weighed.sum(1)
 
     def _read(self, name: str, plain: Tensor) -> Tensor:
-        """A read moment, drawn towards the plain one (of the same size) where few tokens carry it; the plain one where none do."""
+        """A read moment, drawn towards the plain one (made as large) where few tokens carry it; the plain one where none do."""
         side = name.split("_")[0]
         shape = (-1, *[1] * (plain.dim() - 1))
         mass, square = (sums[side].reshape(shape) for sums in (self.read_mass, self.read_square))
