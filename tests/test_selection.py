@@ -13,7 +13,7 @@ from models import tiny_model
 from oscar_kv.attention import intercepted
 from oscar_kv.calibration import select as selecting
 from oscar_kv.calibration.capture import capture_moments
-from oscar_kv.calibration.methods import EVEN
+from oscar_kv.calibration.methods import ALLOCATED, EVEN
 from oscar_kv.config import OscarConfig
 from oscar_kv.errors import InputError
 from oscar_kv.geometry import model_geometry
@@ -128,3 +128,12 @@ def test_finalists_are_the_best_of_each_kind_and_then_the_next_best() -> None:
     assert selecting.finalists(error, choices, 3) == [0, 3, 6]
     two_kinds = tuple(c for c in choices if not c.read)
     assert selecting.finalists(torch.tensor([5.0, 1, 2, 4, 3, 6]), two_kinds, 3) == [1, 2, 4]
+
+
+def test_the_standing_key_setting_is_a_finalist_whatever_its_local_error() -> None:
+    standing = ALLOCATED.index(selecting.STANDING)
+    error = torch.ones(len(ALLOCATED))
+    error[standing] = 5.0
+    assert len(set(selecting.finalists(error, ALLOCATED, 2))) == 3 and selecting.finalists(error, ALLOCATED, 2)[-1] == standing
+    error[standing] = 0.0
+    assert selecting.finalists(error, ALLOCATED, 2)[0] == standing and len(selecting.finalists(error, ALLOCATED, 2)) == 2
