@@ -134,6 +134,8 @@ def test_the_standing_key_setting_is_a_finalist_whatever_its_local_error() -> No
     standing = ALLOCATED.index(selecting.STANDING)
     error = torch.ones(len(ALLOCATED))
     error[standing] = 5.0
-    assert len(set(selecting.finalists(error, ALLOCATED, 2))) == 3 and selecting.finalists(error, ALLOCATED, 2)[-1] == standing
+    assert len(set(selecting.finalists(error, ALLOCATED, 2))) == 3
+    assert selecting.finalists(error, ALLOCATED, 2)[-1] == standing
     error[standing] = 0.0
-    assert selecting.finalists(error, ALLOCATED, 2)[0] == standing and len(selecting.finalists(error, ALLOCATED, 2)) == 2
+    assert selecting.finalists(error, ALLOCATED, 2)[0] == standing
+    assert len(selecting.finalists(error, ALLOCATED, 2)) == 2

@@ -114,6 +114,8 @@ class Bench:
         artifact = self.calibrated()
         if options.save:
             artifact.save(options.save)
+        if options.only == "cross":
+            return self.cross(artifact)
         names = [*BASELINES, *(EVEN[:1] if options.quick else EVEN), *DIGITS]
         made = {n: build_method(n, artifact.moments or {}, artifact.config) for n in {*names, *LONG}}
         ours = {"auto": artifact.layers}
@@ -148,6 +150,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=6)
     parser.add_argument("--long", type=int, metavar="N", help="one window of N tokens of the first text")
     parser.add_argument("--cross", action="store_true", help="calibrate on the first text too")
+    parser.add_argument("--only", choices=["cross"], help="leave out everything else")
     parser.add_argument("--quick", action="store_true", help="one even setting instead of three")
     parser.add_argument("--save", type=Path, help="where the artifact goes")
     parser.add_argument("--device", default="auto")
