@@ -15,6 +15,7 @@ from commands import CALIBRATION, results, run
 from models import save_tiny, short_builtin_text
 
 from oscar_kv.cli import app
+from oscar_kv.errors import InputError
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 LETTERS = "The quick brown fox jumps over the lazy dog, and then it sleeps for a while. "
@@ -248,6 +249,14 @@ def test_eval_table_is_never_cut(
         assert f"{row['perplexity']:.2f}" in shown
     assert "128-255" in shown
     assert found["text_sha256"][:12] in shown
+
+
+def test_eval_takes_settings_of_keys_and_values_apart() -> None:
+    from oscar_kv.cli.evaluate import check_names
+
+    check_names(["dense", "allocated0.5+centre+read+noise/balanced1+centre+search"], [], None)
+    with pytest.raises(InputError, match="unknown method 'magic'"):
+        check_names(["balanced1+search/magic"], [], None)
 
 
 def test_fault20_a_report_names_both_texts_and_covers_longer_positions(llama: Path, text: Path, tmp_path: Path) -> None:
