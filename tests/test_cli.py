@@ -191,15 +191,18 @@ def test_verify_finds_damage(artifact: Path, tmp_path: Path) -> None:
     tensors = load_file(artifact / "transforms.safetensors")
     damages = {
         "not finite": {**tensors, "layers.1.key_in": torch.full_like(tensors["layers.1.key_in"], float("nan"))},
+        "layer 1: key_step is not finite": {**tensors, "layers.1.key_step": tensors["layers.1.key_step"] * float("inf")},
         "inverse pairs are off": {**tensors, "layers.0.query_in": tensors["layers.0.query_in"] * 1.1},
         "'layers.1.value_in' is missing": {k: v for k, v in tensors.items() if k != "layers.1.value_in"},
     }
     for said, damaged in damages.items():
-        folder = tmp_path / said.split()[0].strip("'")
+        folder = tmp_path / said.strip("'").replace(" ", "-")
         folder.mkdir()
         (folder / "oscar.json").write_bytes((artifact / "oscar.json").read_bytes())
         save_file(damaged, folder / "transforms.safetensors")
-        assert said in run("verify", folder, status=1).stdout
+        shown = run("verify", folder, status=1).stdout
+        assert said in " ".join(shown.split())
+        assert ("FAIL finite" in shown) == ("missing" not in said)
 
 
 # -- eval --------------------------------------------------------------------------------------------------------
