@@ -16,8 +16,8 @@ class OscarConfig:
 
     Attributes:
         bits: bits of one code. Only 2 is implemented.
-        group_size: channels that share one scale and minimum. Cut to the largest divisor of ``head_dim``
-            that is not larger; -1 means one group per head.
+        group_size: channels that share one scale and minimum, of codec ``int2``. Cut to the largest divisor of ``head_dim``
+            that is not larger; -1 means one group per head. The other codecs have one scale per head whatever it is.
         sink: tokens at the start of each sequence that are read in the model's dtype.
         recent: newest tokens, the query's own included, that are read in the model's dtype.
         slack: further dense copies kept behind the recent window, so that ``crop`` by up to this many tokens
