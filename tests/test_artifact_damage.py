@@ -177,7 +177,13 @@ NAMED: dict[str, tuple[Field, Any, str]] = {
     "kl": (("fidelity", "kl_mean"), "low", r"fidelity\.kl_mean is 'low', expected a number or null"),
     "choice": (("summary", "0", "key_choice"), 1, r"summary\.0\.key_choice is 1"),
     "version text": (("format_version",), "1", "format_version is '1', expected a whole number"),
-    "version old": (("format_version",), 0, "format version 0, this release reads 2; calibrate again"),
+    "version old": (("format_version",), 0, "format version 0; this release reads 3: calibrate again"),
+    "version 2": (
+        ("format_version",),
+        2,
+        "format version 2, which did not mean the same .* reads 3: calibrate again .*oscar calib",
+    ),
+    "version new": (("format_version",), 4, "format version 4; this release reads 3: upgrade oscar-kv"),
 }
 
 
@@ -283,6 +289,21 @@ def test_tensors_that_are_not_finite(folder: Path, value: float) -> None:
     with pytest.raises(ArtifactError, match=rf"{TRANSFORMS}: 'layers\.0\.value_mean' is not finite"):
         Artifact.load(folder)
     assert Artifact.load(folder, check=False).problems() == ["layer 0: value_mean is not finite"]
+
+
+@pytest.mark.parametrize("name", ["key_digits", "key_step"])
+def test_layouts_that_are_not_finite_are_reported(name: str, tmp_path: Path) -> None:
+    layers = {i: random_transform(2, 16, seed=i, digits=True) for i in range(2)}
+    folder = Artifact(layers, OscarConfig(), "auto").save(tmp_path / "a")
+    bits = Artifact.load(folder).bits_per_element()
+    tensors = load_file(folder / TRANSFORMS)
+    tensors[f"layers.1.{name}"][1, 3] = float("nan")
+    save_file(tensors, folder / TRANSFORMS)
+    with pytest.raises(ArtifactError, match=rf"{TRANSFORMS}: 'layers\.1\.{name}' is not finite"):
+        Artifact.load(folder)
+    loaded = Artifact.load(folder, check=False)
+    assert loaded.problems() == [f"layer 1: {name} is not finite"]
+    assert loaded.bits_per_element() == bits
 
 
 def test_moments_of_a_wrong_form(folder: Path) -> None:

@@ -19,7 +19,7 @@ from oscar_kv.calibration.corpus import (
     spread_windows,
     tokenize,
 )
-from oscar_kv.calibration.methods import ALLOCATED, EVEN, build_method, parse_choice
+from oscar_kv.calibration.methods import ALLOCATED, EVEN, MODIFIERS, applicable, build_method, parse_choice
 from oscar_kv.calibration.overlap import Paragraphs, calibration_paragraphs
 from oscar_kv.calibration.run import calibrate
 from oscar_kv.calibration.select import STANDING, mean_kl, select
@@ -167,6 +167,50 @@ def test_method_names():
     for name in ("hadamrd", "balanced2", "balancedx", "oscar+centered", "auto"):
         with pytest.raises(InputError, match="unknown method"):
             parse_choice(name)
+
+
+IDLE = {
+    "allocated0.5+search": r"\+search has no effect on allocated; modifiers that apply: \+centre, \+read, \+lean, \+noise$",
+    "allocated+clip+centre": r"\+clip has no effect on allocated; modifiers that apply: \+centre, \+read, \+lean, \+noise$",
+    "balanced1+lean": r"\+lean has no effect on balanced; modifiers that apply: \+centre, \+read, \+search, \+clip, \+noise$",
+    "hadamard+read": r"\+read has no effect on hadamard without \+centre; .*: \+centre, \+search, \+clip, \+noise$",
+    "balanced1/balanced1+noise": r"'balanced1\+noise' of values: \+noise has no effect .* \+centre, \+read, \+search, \+clip$",
+    "balanced1/none+noise+read": r"of values: \+noise has no effect on none",
+    "allocated+search/balanced1": r"'allocated\+search' of keys: \+search has no effect",
+    "balanced1+centre+search+centre": r"\+centre is given twice",
+    "balanced1/": r"unknown method ''",
+}
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_modifiers_that_change_nothing_are_refused(name: str) -> None:
+    with pytest.raises(InputError, match=IDLE[name]):
+        build_method(name, {}, DEFAULTS)
+
+
+TRIED = ("none", "hadamard", "oscar", "balanced0.5", "allocated0.5")
+
+
+@pytest.mark.parametrize("name", [f"{base}{with_centre}" for base in TRIED for with_centre in ("", "+centre")])
+def test_every_modifier_that_is_accepted_changes_something(name: str) -> None:
+    """And every one that is refused would not: each is added to a setting, whose transforms and codecs are compared."""
+    model = tiny_model("llama")
+    moments = capture_moments(model, random_sequences(), model_geometry(model.config), OscarConfig(sink=4, recent=8))
+
+    def content(name: str) -> list[object]:
+        t = build_method(name, moments, DEFAULTS)[0]
+        return [t.key_codec, t.value_codec, *(x.tolist() for x in t.tensors().values())]
+
+    plain = content(name)
+    base, *given = name.split("+")
+    known = applicable(base.rstrip(".0123456789"), given)
+    for modifier in set(MODIFIERS) - set(given):
+        if modifier in known:
+            assert content(f"{name}+{modifier}") != plain, modifier
+        else:
+            with pytest.raises(InputError, match="has no effect"):
+                content(f"{name}+{modifier}")
+    assert ("read" in known) == (base[:3] in ("bal", "all") or bool(given))
 
 
 # -- the whole ---------------------------------------------------------------------------------------------------

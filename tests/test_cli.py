@@ -15,6 +15,7 @@ from commands import CALIBRATION, results, run
 from models import save_tiny, short_builtin_text
 
 from oscar_kv.cli import app
+from oscar_kv.errors import InputError
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 LETTERS = "The quick brown fox jumps over the lazy dog, and then it sleeps for a while. "
@@ -190,15 +191,18 @@ def test_verify_finds_damage(artifact: Path, tmp_path: Path) -> None:
     tensors = load_file(artifact / "transforms.safetensors")
     damages = {
         "not finite": {**tensors, "layers.1.key_in": torch.full_like(tensors["layers.1.key_in"], float("nan"))},
+        "layer 1: key_step is not finite": {**tensors, "layers.1.key_step": tensors["layers.1.key_step"] * float("inf")},
         "inverse pairs are off": {**tensors, "layers.0.query_in": tensors["layers.0.query_in"] * 1.1},
         "'layers.1.value_in' is missing": {k: v for k, v in tensors.items() if k != "layers.1.value_in"},
     }
     for said, damaged in damages.items():
-        folder = tmp_path / said.split()[0].strip("'")
+        folder = tmp_path / said.strip("'").replace(" ", "-")
         folder.mkdir()
         (folder / "oscar.json").write_bytes((artifact / "oscar.json").read_bytes())
         save_file(damaged, folder / "transforms.safetensors")
-        assert said in run("verify", folder, status=1).stdout
+        shown = run("verify", folder, status=1).stdout
+        assert said in " ".join(shown.split())
+        assert ("FAIL finite" in shown) == ("missing" not in said)
 
 
 # -- eval --------------------------------------------------------------------------------------------------------
@@ -248,6 +252,14 @@ def test_eval_table_is_never_cut(
         assert f"{row['perplexity']:.2f}" in shown
     assert "128-255" in shown
     assert found["text_sha256"][:12] in shown
+
+
+def test_eval_takes_settings_of_keys_and_values_apart() -> None:
+    from oscar_kv.cli.evaluate import check_names
+
+    check_names(["dense", "allocated0.5+centre+read+noise/balanced1+centre+search"], [], None)
+    with pytest.raises(InputError, match="unknown method 'magic'"):
+        check_names(["balanced1+search/magic"], [], None)
 
 
 def test_fault20_a_report_names_both_texts_and_covers_longer_positions(llama: Path, text: Path, tmp_path: Path) -> None:

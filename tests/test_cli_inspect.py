@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ import pytest
 import torch
 import transformers
 from commands import CALIBRATION, results, run
-from models import COMMON, save_tiny, short_builtin_text
+from conftest import random_transform
+from models import COMMON, save_tiny, short_builtin_text, tiny_config
 
 from oscar_kv.artifact import Artifact
+from oscar_kv.config import OscarConfig
+from oscar_kv.geometry import model_geometry
+from oscar_kv.method.codecs import CodecSpec
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -142,6 +147,56 @@ def test_layers_of_an_artifact_without_choices_are_shown_and_explained(
     assert "--layers needs --artifact" in run("inspect", llama, "--layers", status=2).stderr
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "group", "said", "row"),
+    [
+        (
+            "digits",
+            "trellis",
+            128,
+            "keys in digits with one scale per head, values in trellis with one scale per head.",
+            "digits, searched scale trellis, searched scale",
+        ),
+        (
+            "digits",
+            "int2",
+            128,
+            "keys in digits with one scale per head, values in int2 with one scale per 128 channels (fewer in smaller heads).",
+            "digits, searched scale int2, searched scale per 128 channels",
+        ),
+        (
+            "int2",
+            "int2",
+            -1,
+            "keys in int2 with one scale per head, values in int2 with one scale per head.",
+            "int2, searched scale per 256 channels int2, searched scale per 256 channels",
+        ),
+    ],
+    ids=["trellis", "int2", "one-group"],
+)
+def test_a_group_size_is_shown_only_where_it_counts(
+    key: str, value: str, group: int, said: str, row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At head_dim 256 a group of 128 would be another than the head."""
+    monkeypatch.setenv("COLUMNS", "160")
+    model = save_tiny(tmp_path / "wide", head_dim=256)
+    made = Artifact({}, OscarConfig(key_codec=key, value_codec=value, group_size=group), "hadamard")
+    made.fingerprint = model_geometry(tiny_config(head_dim=256)).fingerprint()
+    plain = random_transform(2, 256, digits=key == "digits")
+    codecs = {f"{side}_codec": CodecSpec(name, group) for side, name in (("key", key), ("value", value))}
+    made.layers = {i: replace(plain, **codecs) for i in range(2)}
+    shown = " ".join(run("inspect", model, "--artifact", made.save(tmp_path / "a"), "--layers").stdout.split())
+    assert f"slack tokens in 16 bits, the rest in 2 bits: {said}" in shown
+    assert f"0-1 2 256 {row}" in shown
+    found = results("inspect", model, "--artifact", tmp_path / "a")["codecs"]
+    assert [[c["name"] for c in found[side]] for side in ("keys", "values")] == [[key], [value]]
+
+
+def test_inspect_without_an_artifact_tells_the_codecs_of_a_calibration(llama: Path) -> None:
+    shown = " ".join(run("inspect", llama).stdout.split())
+    assert "keys in digits with one scale per head, values in int2 with one scale per 128 channels" in shown
+
+
 # -- rotation files ----------------------------------------------------------------------------------------------
 
 
@@ -182,8 +237,6 @@ def test_an_export_says_that_searched_scales_are_lost(fixed: Path, tmp_path: Pat
 
 
 def _with_search(transform: Any) -> Any:
-    from dataclasses import replace
-
     codec = replace(transform.key_codec, clip=0.0, search=True)
     return replace(transform, key_codec=codec, value_codec=codec)
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from oscar_kv.method.codecs import CodecSpec, group_length, make_codec
-from oscar_kv.method.codecs.scalar import pack2, rank_clip, unpack2
+from oscar_kv.method.codecs.rows import pack2, unpack2
+from oscar_kv.method.codecs.scalar import rank_clip
 
 MIN_SCALE, MAX_HALF = 2.0**-14, 65504.0
 DIMS = [3, 12, 64, 80, 96, 100, 112, 128, 192, 256]

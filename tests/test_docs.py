@@ -11,9 +11,11 @@ import pytest
 import torch
 from models import tiny_model, tiny_tokenizer
 
-from oscar_kv.config import DEFAULTS, OscarConfig
+from oscar_kv.config import CODECS, DEFAULTS, OscarConfig
+from oscar_kv.description import FORMAT_VERSION
 from oscar_kv.evaluate.memory import footprint, human
 from oscar_kv.geometry import model_geometry
+from oscar_kv.method.codecs import CodecSpec
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -108,6 +110,20 @@ def test_documents_that_the_readme_links_to_exist():
     assert len(links) > 8
     for link in links:
         assert (ROOT / link).exists(), link
+
+
+def test_every_field_that_a_calibration_records_is_documented():
+    from oscar_kv.calibration.run import calibrate
+
+    config = DEFAULTS.with_(tokens=1024, seq_len=256, sink=4, recent=16, selection_windows=1)
+    made = calibrate(tiny_model("llama"), tiny_tokenizer(), method="none", config=config)
+    page = (ROOT / "docs" / "artifact.md").read_text(encoding="utf-8")
+    lines = {line.split("|")[1].strip(" `"): line for line in page.splitlines() if line.startswith("| `")}
+    for field in ("provenance", "fidelity"):
+        for name in getattr(made, field):
+            assert f"`{name}`" in lines[field], name
+    assert f"| {FORMAT_VERSION}. Another version" in lines["format_version"]
+    assert all(f"`{name}`" in page and f'"{name}"' in CodecSpec.__doc__ for name in CODECS)
 
 
 def test_every_command_is_in_the_readme():

@@ -9,6 +9,7 @@ import torch
 from conftest import random_transform
 from models import FAMILIES, tiny_config, tiny_model
 
+from oscar_kv import simulate
 from oscar_kv.artifact import Artifact
 from oscar_kv.calibration.corpus import Text
 from oscar_kv.config import OscarConfig
@@ -144,3 +145,33 @@ def test_percentile_and_human():
     assert percentile(torch.arange(100.0), 0.99) == 99.0
     assert percentile(torch.tensor([3.0]), 0.99) == 3.0
     assert [human(n) for n in (12, 1536, 5 << 20, 3 << 30)] == ["12 B", "1.5 KiB", "5.0 MiB", "3.0 GiB"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("heads", "columns"), [(9, 4096), (64, 131_072), (64, 8_000_000)], ids=["small", "128K", "huge"])
+def test_the_logits_of_a_block_are_bounded(device: str, batch: int, heads: int, columns: int) -> None:
+    rows = simulate.query_block(batch, heads, columns, torch.device(device))
+    assert rows >= 1
+    assert batch * heads * rows * columns <= 1 << 28 or rows == 1
+    if columns == 4096:
+        assert rows == {"cpu": 128, "cuda": 512 // batch}[device]
+
+
+def test_the_size_of_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", dtype=torch.float64)
+    layers = {i: random_transform(2, 16, seed=i) for i in range(2)}
+    tokens = torch.randint(1, 256, (50,))
+    whole = compare(model, tokens, {"a": layers}, 4, 8, 10)["a"]
+    sizes = []
+    usual = simulate.attend_block
+
+    def counted(query: torch.Tensor, *args, **kwargs):
+        sizes.append(query.shape[3])
+        return usual(query, *args, **kwargs)
+
+    monkeypatch.setattr(simulate, "attend_block", counted)
+    monkeypatch.setattr(simulate, "BLOCK_LOGITS", 4 * 50 * 7)
+    parts = compare(model, tokens, {"a": layers}, 4, 8, 10)["a"]
+    assert sizes == [7] * 7 + [1] + [7] * 7 + [1]
+    assert torch.allclose(whole.nll[10:], parts.nll[10:], atol=1e-5)

@@ -16,7 +16,7 @@ from conftest import random_transform
 
 from oscar_kv.artifact import DESCRIPTION, TRANSFORMS, Artifact, ArtifactError
 from oscar_kv.config import OscarConfig
-from oscar_kv.files import finite, holds_artifact, replacing_folder, write_text
+from oscar_kv.files import finite, holds_artifact, replacing_files, replacing_folder, write_text
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="permissions and links of POSIX")
 
@@ -243,6 +243,32 @@ def test_tensors_that_share_memory_are_saved(tmp_path: Path) -> None:
         object.__setattr__(shared, name, eye)
     loaded = Artifact.load(Artifact({0: shared}, OscarConfig(), "none").save(tmp_path / "a"))
     assert all(torch.equal(loaded.layers[0].tensors()[n], t) for n, t in shared.tensors().items())
+
+
+# -- several files -----------------------------------------------------------------------------------------------
+
+
+def test_several_files_are_replaced_together_or_not_at_all(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.pt", tmp_path / "deep" / "b.pt"
+    first.write_text("old")
+    first.chmod(0o600)
+
+    def interrupted() -> None:
+        with replacing_files(first, second) as partials:
+            partials[0].write_text("new")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert first.read_text() == "old"
+    assert names(tmp_path / "deep") == []
+    with replacing_files(first, second) as partials:
+        assert [p.name for p in partials] == ["a.pt", "b.pt"]
+        for partial in partials:
+            partial.write_text("new")
+    assert (first.read_text(), second.read_text()) == ("new", "new")
+    assert first.stat().st_mode & 0o777 == 0o600
+    assert names(tmp_path) == ["a.pt", "deep"]
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------

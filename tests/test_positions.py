@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from models import tiny_config, tiny_model
+from models import short_builtin_text, tiny_config, tiny_model, tiny_tokenizer
 
 from oscar_kv.attention import intercepted
 from oscar_kv.calibration.capture import capture_moments
-from oscar_kv.calibration.split import position_offsets
+from oscar_kv.calibration.run import calibrate
+from oscar_kv.calibration.split import Split, position_offsets, position_warnings
 from oscar_kv.config import OscarConfig
 from oscar_kv.geometry import model_geometry
 from oscar_kv.simulate import compare, hidden_states
@@ -92,3 +93,45 @@ def test_offsets_are_spread_over_what_the_model_takes(count, length, positions, 
     learned = transformers.GPT2Config(n_positions=4096)
     assert position_offsets(count, length, config, learned) == [0] * count
     assert position_offsets(count, length, config, tiny_config("llama", max_position_embeddings=limit)) == expected
+
+
+STATISTICS = "statistics cover positions 0 to {} only, {} were asked for: one sequence of {} tokens; more --tokens"
+SELECTION = "selection covers positions 0 to {} only, {} were asked for: one window of {} tokens; selection_windows of 2"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "windows", "positions", "limit", "expected"),
+    [
+        (256, 1, 2000, 4096, [STATISTICS.format(255, 2000, 256), SELECTION.format(255, 2000, 256)]),
+        (256, 2, 8000, 4096, [STATISTICS.format(255, 4096, 256)]),
+        (1024, 1, 2000, 4096, [SELECTION.format(255, 2000, 256)]),
+        (1024, 2, 2000, 4096, []),
+        (256, 1, 0, 4096, []),
+        (256, 1, 256, 4096, []),
+        (256, 1, 2000, 256, []),
+    ],
+    ids=["one-of-each", "one-sequence", "one-window", "spread", "none-asked", "no-more-asked", "no-more-taken"],
+)
+def test_statistics_of_fewer_positions_than_asked_for_are_warned_about(tokens, windows, positions, limit, expected) -> None:
+    config = OscarConfig(tokens=tokens, seq_len=256, sink=4, recent=16, selection_windows=windows, positions=positions)
+    model = tiny_model("llama", max_position_embeddings=limit)
+    with short_builtin_text():
+        found = calibrate(model, tiny_tokenizer(), config=config).provenance["warnings"]
+        plain = calibrate(model, tiny_tokenizer(), method="oscar", config=config).provenance["warnings"]
+    said = [w for w in found if "were asked for: one" in w and not w.startswith("fidelity")]
+    assert len(said) == len(expected)
+    for warning, beginning in zip(said, expected, strict=True):
+        assert warning.startswith(beginning)
+    fidelity = [w for w in found if w.startswith("fidelity covers positions")]
+    assert len(fidelity) == (windows == 1 and bool(expected))
+    assert not any("cover" in w for w in plain)  # as published: all sequences at position 0
+
+
+def test_learned_positions_are_told_to_begin_at_0() -> None:
+    config = OscarConfig(positions=3000)
+    windows = [torch.zeros(256), torch.zeros(256)]
+    parts = Split(windows, windows, "a", windows, "b")
+    learned = transformers.GPT2Config(n_positions=1024)
+    found = position_warnings(parts, config, learned, selected=True)
+    assert [w.split(" only, ")[1] for w in found] == ["1024 were asked for: learned positions always begin at 0"] * 3
+    assert position_warnings(parts, config, transformers.GPT2Config(n_positions=256), selected=True) == []

@@ -14,10 +14,10 @@ from oscar_kv.calibration.corpus import Text
 from oscar_kv.calibration.overlap import Paragraphs, calibration_paragraphs, check_overlap
 from oscar_kv.config import OscarConfig
 from oscar_kv.errors import InputError
-from oscar_kv.evaluate import report
+from oscar_kv.evaluate import plots, report
 from oscar_kv.evaluate.baselines import build_baseline
 from oscar_kv.evaluate.fidelity import evaluate
-from oscar_kv.evaluate.plots import layer_errors, looks, pareto
+from oscar_kv.evaluate.plots import kl_bars, layer_errors, looks, pareto
 from oscar_kv.geometry import model_geometry
 
 pytest.importorskip("matplotlib", reason="the report needs matplotlib: pip install 'oscar-kv[report]'")
@@ -165,6 +165,21 @@ def test_errors_by_layer_are_drawn_where_they_are_recorded():
     assert layer_errors({}, "x") == ""
     label = re.search('aria-label="([^"]*)"', layer_errors(LAYERS, "x"))[1]
     assert label == "Error by layer and head, 0.01 to 0.5; most for the values of layer 1, head 1"
+
+
+def test_bars_are_the_ends_of_intervals_seen_from_the_mean(monkeypatch, results):
+    rows = [
+        {"kl_mean": 1.0, "kl_interval": [0.75, 3.0]},
+        {"kl_mean": 1.0, "kl_interval": None},
+        {"kl_mean": 2.0, "kl_interval": [0.0, 5.0]},  # 0 is nowhere on a log scale
+    ]
+    assert kl_bars(rows) == [[0.25, 0.0, 1.8], [2.0, 0.0, 3.0]]
+    drawn = []
+    monkeypatch.setattr(plots, "kl_bars", lambda rows: drawn.append(len(rows)) or [[0.0] * len(rows)] * 2)
+    measured = [row for row in results[0]["results"] if row["kl_mean"] > 0]
+    plots.kl_by_position(results[0], "a")
+    plots.bits_against_kl(results[0], "b")
+    assert drawn == [len(row["buckets"]) for row in measured] + [1] * len(measured)
 
 
 def test_the_front_and_the_looks():

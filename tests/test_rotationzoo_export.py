@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,28 @@ def test_round_trip_version_1(tmp_path: Path, pair: tuple[Path, Path]) -> None:
     assert second.summary == first.summary
     for i, t in first.layers.items():
         assert all(torch.equal(getattr(t, name), getattr(second.layers[i], name)) for name in TENSORS)
+
+
+def test_two_exports_at_once_in_one_process_do_not_meet(
+    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the first one writes, the second one writes both files."""
+    artifact, out = import_rotations(*pair), tmp_path / "out"
+    usual, nested = torch.save, []
+
+    def save(*args: Any) -> None:
+        usual(*args)
+        if not nested:
+            nested.append(True)
+            export_rotations(artifact, out)
+
+    monkeypatch.setattr(torch, "save", save)
+    paths = export_rotations(artifact, out)
+    assert nested == [True]
+    assert sorted(p.name for p in out.iterdir()) == ["k_rotation.pt", "v_rotation.pt"]
+    assert import_rotations(*paths).summary == artifact.summary
+    with zipfile.ZipFile(paths[0]) as archive:  # the names in it tell nothing of the process
+        assert {name.split("/")[0] for name in archive.namelist()} == {"k_rotation"}
 
 
 def test_round_trip_version_2_and_1(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from conftest import random_transform
 from models import tiny_model
 
 from oscar_kv.attention import intercepted
+from oscar_kv.calibration import capture as capturing
 from oscar_kv.calibration import select as selecting
 from oscar_kv.calibration.capture import capture_moments
 from oscar_kv.calibration.methods import ALLOCATED, EVEN
@@ -66,6 +68,43 @@ def test_local_errors_equal_a_naive_loop(softcap: float | None, with_sinks: bool
         assert float(got_value[0, h]) == pytest.approx(value_error / signal, rel=1e-3)
 
 
+def test_a_head_without_energy_does_not_decide() -> None:
+    """The trellis cannot store zeros: relative to an output of nothing, its error is without bound."""
+    g = torch.Generator().manual_seed(3)
+    tokens, dim = 40, 16
+    query, key, value = (torch.randn(2, tokens, dim, generator=g) for _ in "qkv")
+    value[1] = 0.0
+    good = random_transform(2, dim, dim, seed=1, name="trellis")
+    skewed = torch.eye(dim) * torch.logspace(0, 2, dim)
+    bad = replace(  # worse where there is energy, better where there is none
+        good,
+        value_in=torch.stack([skewed, torch.eye(dim)]),
+        output_out=torch.stack([torch.linalg.inv(skewed), torch.eye(dim)]),
+        value_mean=torch.zeros(2, dim),
+    )
+    rows = torch.tensor([20, 39])
+    dense = torch.arange(tokens) > rows[:, None] - 4
+    metric = torch.eye(dim).double().expand(2, dim, dim)
+    errors = local_errors(query, key, value, [good, bad], metric, rows, dense, scaling=0.3)
+    for error in errors:
+        assert float(error.max()) <= 1.0
+    value_error = errors[1]
+    assert value_error[0, 0] < 0.5 * value_error[1, 0]
+    assert value_error[0].mean() < value_error[1].mean()
+
+
+def test_an_error_that_is_no_number_stays_one() -> None:
+    """The bound must not make a candidate that overflows look no worse than one that is merely bad."""
+    query, key, value = (torch.randn(2, 20, 16) for _ in "qkv")
+    good = random_transform(2, 16, 16)
+    broken = replace(good, output_out=torch.full((2, 16, 16), math.inf))
+    rows = torch.tensor([19])
+    dense = torch.arange(20) > rows[:, None] - 4
+    metric = torch.eye(16).double().expand(2, 16, 16)
+    error = local_errors(query, key, value, [good, broken], metric, rows, dense, scaling=0.3)[1]
+    assert torch.isfinite(error).tolist() == [[True, True], [False, False]]
+
+
 def small_case() -> tuple[Any, list[torch.Tensor], Any, OscarConfig]:
     model = tiny_model("llama")
     config = OscarConfig(sink=4, recent=8, slack=0, seq_len=48)
@@ -96,6 +135,25 @@ def test_nothing_is_chosen_where_every_setting_fails(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(selecting, "mean_kl", lambda metrics: math.nan)
     with pytest.raises(InputError, match="no setting gives finite predictions"):
         selecting.select(model, held, moments, config)
+
+
+def test_autocast_reaches_neither_weights_nor_local_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, held, moments, config = small_case()
+    seen: list[tuple[str, bool]] = []
+    for module, name in ((capturing, "read_weights"), (selecting, "local_errors")):
+        usual = getattr(module, name)
+
+        def watched(*args: Any, name: str = name, usual: Any = usual, **kwargs: Any) -> Any:
+            seen.append((name, torch.is_autocast_enabled("cpu")))
+            return usual(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, watched)
+    layers = {i: random_transform(2, 16, seed=i) for i in moments}
+    with torch.autocast("cpu", torch.bfloat16):
+        capture_moments(model, held[:1], model_geometry(model.config), config)
+        selecting.measure_local(model, held[:1], [0], moments, [layers], config)
+        assert torch.is_autocast_enabled("cpu")
+    assert seen == [("read_weights", False)] * 2 + [("local_errors", False)] * 2
 
 
 def test_observers_see_their_own_model_only() -> None:

@@ -88,3 +88,23 @@ def test_heads_that_read_nothing_fall_back_to_plain_moments() -> None:
     assert torch.equal(moments.query_read, moments.query)
     assert torch.equal(moments.key_read_second, moments.key_second)
     assert torch.equal(moments.value_read_mean, moments.value_mean)
+
+
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["no-sinks", "sinks"])
+@pytest.mark.parametrize("mean", [0.0, 30.0, 3000.0])
+def test_a_common_mean_of_the_values_costs_no_accuracy(mean: float, with_sinks: bool) -> None:
+    """Against float64. Values that differ by 1 about a mean of 3000 have squares that float32 cannot tell apart."""
+    query, key, value, metric = tensors(3)
+    value = (value + mean * torch.randn(HEADS, 1, DIM, generator=torch.Generator().manual_seed(4)).double()).float()
+    rows, scaling = torch.tensor([9, 15, 19]), 0.4
+    packed = torch.arange(TOKENS) <= rows[:, None] - 4
+    sinks = torch.full((HEADS * GROUP,), -9.0) if with_sinks else None
+    weights = read_weights(query.float(), key.float(), value, metric, rows, packed, scaling=scaling, sinks=sinks)
+    for h, j, s in ((h, j, s) for h in range(HEADS) for j in range(GROUP) for s in range(3)):
+        head, row = h * GROUP + j, int(rows[s])
+        logits = key[h, : row + 1] @ query[head, row] * scaling
+        extra = [torch.tensor([-9.0]).double()] if with_sinks else []
+        p = torch.softmax(torch.cat([logits, *extra]), 0)[: row + 1]
+        away = value[h, : row + 1].double() - p @ value[h, : row + 1].double()
+        cost = p.square() * (away * (away @ metric[h])).sum(-1) * packed[s, : row + 1]
+        assert float(weights.query[head, s]) == pytest.approx(float(cost.sum()), rel=2e-3)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import random_transform
+from covariances import covariance, covariances, moments
 from tolerances import INVERSE_FLOAT32, ORTHOGONAL_FLOAT64
 
 from oscar_kv.method.codecs import CodecSpec, make_codec
-from oscar_kv.method.codecs.digits import GAUSS_STEP
 from oscar_kv.method.hadamard import hadamard
-from oscar_kv.method.statistics import LayerMoments, MomentAccumulator
+from oscar_kv.method.statistics import MomentAccumulator
 from oscar_kv.method.transform import (
     TRANSFORMS,
     LayerTransform,
@@ -26,28 +26,6 @@ from oscar_kv.method.transform import (
 SEARCH = CodecSpec(search=True)
 PLAIN = CodecSpec(search=False)
 NONE = SideChoice("none")
-
-
-def covariance(dim: int, seed: int, decades: float = 3.0) -> torch.Tensor:
-    """Random orientation, eigenvalues over this many decades; float64."""
-    g = torch.Generator().manual_seed(seed)
-    basis = torch.linalg.qr(torch.randn(dim, dim, generator=g, dtype=torch.float64))[0]
-    return (basis * torch.logspace(0, -decades, dim, dtype=torch.float64)) @ basis.T
-
-
-def covariances(dim: int, *seeds: int) -> torch.Tensor:
-    return torch.stack([covariance(dim, seed) for seed in seeds])
-
-
-def moments(heads: int, dim: int, **given: torch.Tensor) -> LayerMoments:
-    eye = torch.eye(dim, dtype=torch.float64).expand(heads, dim, dim).clone()
-    zero = torch.zeros(heads, dim, dtype=torch.float64)
-    tensors = dict.fromkeys(
-        ("query", "key_second", "value_second", "value_sst", "value_scores", "output_metric"), eye
-    ) | dict.fromkeys(("key_mean", "value_mean"), zero)
-    tensors |= given
-    plain = {"query_read": "query"} | {f"{s}_read_{n}": f"{s}_{n}" for s in ("key", "value") for n in ("second", "mean")}
-    return LayerMoments(**{read: tensors[name] for read, name in plain.items()} | tensors)
 
 
 def identity_error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -397,53 +375,6 @@ def test_one_head_knows_every_transform() -> None:
     np.testing.assert_allclose(into["oscar"].numpy(), literal_rotation(target), atol=1e-9)
     torch.testing.assert_close(into["balanced"], balanced(spread, metric, 1.0, 1e-3)[0])
     torch.testing.assert_close(into["allocated"], allocated(spread, metric, 1.0, 1e-3, True).into)
-
-
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "lean"])
-@pytest.mark.parametrize("dim", [16, 24, 64])
-def test_allocated_channels_are_uncorrelated_and_cheapest(dim: int, exact: bool) -> None:
-    spread, metric = covariance(dim, 1), covariance(dim, 3)
-    side = allocated(spread, metric, 1.0, 1e-6, exact)
-    assert side.digits is not None
-    assert side.step is not None
-    assert int(side.digits.sum()) == dim
-    assert bool((side.digits[int(exact) :].diff() <= 0).all())  # strongest first
-    stored = side.into.T @ spread @ side.into
-    read = side.back @ metric @ side.back.T
-    scale = read.diagonal().mean()
-    torch.testing.assert_close(read / scale, torch.eye(dim).double(), atol=1e-3, rtol=0)
-    bands = side.digits[:, None] == side.digits
-    off = stored - torch.diag(stored.diagonal())
-    assert float((off * ~bands).abs().max()) < 1e-3 * float(stored.diagonal().max())
-    for count in range(1, 5):
-        band = side.digits == count
-        if int(band.sum()) > 1:
-            variance = stored.diagonal()[band]
-            expected = GAUSS_STEP[count] * variance.mean().sqrt().expand(int(band.sum()))
-            torch.testing.assert_close(side.step[band], expected, rtol=1e-5, atol=0)
-    torch.testing.assert_close(side.into @ side.back, torch.eye(dim).double(), atol=1e-6, rtol=0)
-
-
-def test_allocation_beats_an_even_code_by_the_theory() -> None:
-    """Gaussian keys of a steep spectrum: the expected logit error falls as reverse water-filling says."""
-    dim, tokens = 64, 4000
-    g = torch.Generator().manual_seed(0)
-    basis = torch.linalg.qr(torch.randn(dim, dim, generator=g).double())[0]
-    spread = basis @ torch.diag(torch.logspace(0, -2, dim).double()) @ basis.T
-    metric = covariance(dim, 3)
-    key = (torch.randn(1, tokens, dim, generator=g).double() @ torch.linalg.cholesky(spread).T).float()
-    accumulator = MomentAccumulator(1, dim, dim, 0, "cpu")
-    accumulator.add(torch.randn(1, tokens, dim, generator=g).double() @ torch.linalg.cholesky(metric).T, key, key, key)
-    m = accumulator.result(torch.eye(dim)[None])
-
-    def error(choice: SideChoice, codec: CodecSpec) -> float:
-        layer = build_layer(m, [choice], [SideChoice("hadamard")], codec, SEARCH)
-        e = (layer.requantize(key, key)[0] - key)[0].double()
-        return float(((e @ metric) * e).sum())
-
-    even = min(error(SideChoice("balanced"), SEARCH), error(SideChoice("hadamard"), SEARCH))
-    assert error(SideChoice("allocated"), CodecSpec("digits")) < 0.6 * even
-    assert error(SideChoice("allocated"), CodecSpec("digits1")) < 0.65 * even
 
 
 def test_transforms_and_codecs_must_go_together() -> None:

@@ -207,6 +207,10 @@ EARLY: dict[str, tuple[Callable[[Path], list[Any]], list[str]]] = {
         lambda r: ["eval", r / "wide", *EVALUATION, "--methods", "kivi", "--recent", "31"],
         ["kivi codes 32 tokens at once", "--recent 32"],
     ),
+    "modifier without effect": (
+        lambda r: evaluate(r, r / "model", "--methods", "dense,allocated0.5+search"),
+        ["+search has no effect on allocated", "+lean"],
+    ),
     "heads within a block": (lambda r: evaluate(r, r / "model", "--methods", "kivi"), ["kivi", "layer 0 has keys of 16"]),
     "unknown task": (lambda r: retrieve(r, "--tasks", "copyback,magic"), ["unknown task 'magic'", "niah_number"]),
     "no sample": (lambda r: retrieve(r, "--samples", "0"), ["one sample"]),

@@ -219,7 +219,7 @@ class Artifact:
         """Packed bits per element, metadata included, without windows."""
         bits = elements = 0.0
         for t in self.layers.values():
-            for codec in t.codecs():
+            for codec in (make_codec(t.key_codec, t.key_dim), make_codec(t.value_codec, t.value_dim)):
                 bits += 8.0 * codec.row_bytes * t.num_kv_heads
                 elements += codec.dim * t.num_kv_heads
         return bits / elements
@@ -293,6 +293,8 @@ def _layer(tensors: dict[str, Tensor], index: int, entry: LayerEntry, root: Path
     if bool((parts["key_noise"] < 0).any()):
         raise ArtifactError(f"{root / TRANSFORMS}: 'layers.{index}.key_noise' is negative, expected variances; calibrate again")
     transform = LayerTransform(**parts, key_codec=entry.key_codec, value_codec=entry.value_codec)
+    if not all(bool(torch.isfinite(parts[name]).all()) for name in layouts):
+        return transform  # reached without check only: no codec can be made of it, and problems() names the tensor
     try:
         transform.codecs()
     except ValueError as error:

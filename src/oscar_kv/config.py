@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+# The codecs of keys and values by name; :mod:`oscar_kv.method.codecs` makes them, and a test holds the two lists together.
+CODECS = ("int2", "digits", "digits1", "trellis")
 
 
 @dataclass(frozen=True)
@@ -12,14 +16,14 @@ class OscarConfig:
 
     Attributes:
         bits: bits of one code. Only 2 is implemented.
-        group_size: channels that share one scale and minimum. Cut to the largest divisor of ``head_dim``
-            that is not larger; -1 means one group per head.
+        group_size: channels that share one scale and minimum, of codec ``int2``. Cut to the largest divisor of ``head_dim``
+            that is not larger; -1 means one group per head. The other codecs have one scale per head whatever it is.
         sink: tokens at the start of each sequence that are read in the model's dtype.
         recent: newest tokens, the query's own included, that are read in the model's dtype.
         slack: further dense copies kept behind the recent window, so that ``crop`` by up to this many tokens
             leaves no trace. Costs memory; 0 where nothing is ever cropped.
         page_size: tokens per page of the packed store.
-        key_codec: codec that ``auto`` stores keys with.
+        key_codec: codec that ``auto`` stores keys with, one of ``CODECS``.
         value_codec: the same for values.
         key_clip: rank-clip ratio of the published recipe for keys (0 = off). Used by ``--method oscar`` only.
         value_clip: the same for values.
@@ -54,7 +58,7 @@ class OscarConfig:
             raise ValueError(f"bits must be 2, got {self.bits}: no other width is implemented")
         if self.group_size != -1 and self.group_size < 4:
             raise ValueError(f"group_size must be -1 (one group per head) or at least 4, got {self.group_size}")
-        for name in ("sink", "slack", "positions"):
+        for name in ("sink", "slack", "positions", "selection_windows"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         for name in ("recent", "page_size", "tokens", "seq_len"):
@@ -63,6 +67,13 @@ class OscarConfig:
         for name in ("key_clip", "value_clip"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must lie in [0, 1] (0 = off), got {getattr(self, name)}")
+        if not 0.0 <= self.ridge < math.inf:
+            raise ValueError(
+                f"ridge must be a number from 0 on (a share of the mean diagonal, such as 0.001), got {self.ridge}"
+            )
+        for name in ("key_codec", "value_codec"):
+            if getattr(self, name) not in CODECS:
+                raise ValueError(f"{name} must be {_one_of(CODECS, getattr(self, name))}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionary, for JSON."""
@@ -81,6 +92,14 @@ class OscarConfig:
         if name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
         return self.with_(**PRESETS[name])
+
+
+def _one_of(known: tuple[str, ...], got: Any) -> str:
+    """ "one of a, b, got 'c'", and the nearest of them if one is near."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(str(got).lower(), known, 1)
+    return f"one of {', '.join(known)}, got {got!r}" + (f": did you mean {near[0]!r}?" if near else "")
 
 
 DEFAULTS = OscarConfig()

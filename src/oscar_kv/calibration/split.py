@@ -44,13 +44,18 @@ def position_limit(model_config: Any) -> int | None:
     return int(limit) if limit else None
 
 
+def span(config: OscarConfig, model_config: Any) -> int:
+    """How many positions sequences are meant to be spread over: ``config.positions``, cut to what the model can take."""
+    return min(config.positions, position_limit(model_config) or config.positions)
+
+
 def position_offsets(count: int, length: int, config: OscarConfig, model_config: Any) -> list[int]:
     """First positions of ``count`` sequences of this length, spread evenly over ``config.positions``; the first is 0.
 
     Rotary attention feels only distances, so a sequence that begins later reads the same and has its keys and queries at
     other angles: its statistics are those of a long context at the price of a short one.
     """
-    room = min(config.positions, position_limit(model_config) or config.positions) - length
+    room = span(config, model_config) - length
     if room <= 0 or count < 2 or not rotary(model_config):
         return [0] * count
     return [round(i * room / (count - 1)) for i in range(count)]
@@ -164,4 +169,25 @@ def window_warnings(parts: Split, config: OscarConfig) -> list[str]:
             f"fidelity is measured on {count} {'window' if count == 1 else 'windows'} of {length} tokens instead of {meant} of "
             f"{config.seq_len}: {parts.fidelity_text} has no room for more"
         )
+    return warnings
+
+
+def position_warnings(parts: Split, config: OscarConfig, model_config: Any, *, selected: bool) -> list[str]:
+    """Where sequences do not reach the positions they are meant for: there is one only, or positions cannot be moved.
+
+    Args:
+        selected: whether the selection windows were used.
+    """
+    warnings = []
+    meant = span(config, model_config)
+    groups = [("statistics cover", parts.train, "sequence", "more --tokens or a shorter --seq-len spread them")]
+    if selected:
+        groups.append(("selection covers", parts.selection, "window", "selection_windows of 2 or more spread it"))
+    groups.append(("fidelity covers", parts.fidelity, "window", "selection_windows of 2 or more spread it"))
+    for what, windows, kind, remedy in groups:
+        length = len(windows[0])
+        covered = position_offsets(len(windows), length, config, model_config)[-1] + length
+        if covered < meant:
+            why = f"one {kind} of {length} tokens; {remedy}" if rotary(model_config) else "learned positions always begin at 0"
+            warnings.append(f"{what} positions 0 to {covered - 1} only, {meant} were asked for: {why}")
     return warnings

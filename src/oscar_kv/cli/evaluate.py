@@ -166,13 +166,13 @@ def default_methods(artifact: Artifact | None) -> list[str]:
 def check_names(names: list[str], bare: list[str], artifact: Artifact | None) -> None:
     """Raise InputError before a model is loaded for an unknown method, and for one to be measured without windows that is
     not among ``names``."""
-    from ..calibration.methods import RECIPES, parse_choice
+    from ..calibration.methods import RECIPES, parse_setting
     from ..evaluate.baselines import BASELINES
 
     known = {"dense", "auto", *RECIPES, *BASELINES, *({artifact.method, "artifact"} if artifact else ())}
     for name in names:
         if name not in known:
-            parse_choice(name)
+            parse_setting(name)
     for name in bare:
         if name not in names or name == "dense":
             raise InputError(f"--without-windows {name}: it must be one of --methods, and not dense")

@@ -30,6 +30,7 @@ from .source import ModelSource, open_artifact
 if TYPE_CHECKING:
     from ..artifact import Artifact
     from ..geometry import LayerGeometry, ModelGeometry
+    from ..method.codecs import CodecSpec
 
 
 @command
@@ -117,8 +118,17 @@ def report(name: str, geometry: ModelGeometry, wanted: list[int], artifact: Arti
         "architecture": geometry.architecture,
         "refusal": geometry.refusal,
         "settings": {k: getattr(config, k) for k in ("group_size", "sink", "recent", "slack", "page_size")},
+        "codecs": codecs_in_use(artifact, default),
         "layers": layers,
         "saving": saving,
+    }
+
+
+def codecs_in_use(artifact: Artifact | None, default: tuple[CodecSpec, CodecSpec]) -> dict[str, list[dict[str, Any]]]:
+    """The codecs of keys and of values, each once: of the artifact, or those that a calibration would choose."""
+    pairs = [(t.key_codec, t.value_codec) for t in artifact.layers.values()] if artifact else [default]
+    return {
+        name: [asdict(c) for c in dict.fromkeys(pair[side] for pair in pairs)] for side, name in enumerate(("keys", "values"))
     }
 
 
@@ -205,11 +215,21 @@ def show_model(result: dict[str, Any]) -> None:
     ]
     show_table(["tokens", "16-bit", "oscar", "saving"], rows)
     s = result["settings"]
-    scope = f"{s['group_size']} channels (fewer in smaller heads)" if s["group_size"] > 0 else "head"
+    rest = ", ".join(f"{side} in {' or '.join(map(scales, codecs))}" for side, codecs in result["codecs"].items())
     say(
         f"One sequence, projected: {s['sink']} sink, {s['recent']} recent and {s['slack']} slack tokens in 16 bits, "
-        f"the rest in 2 bits with one scale per {scope}."
+        f"the rest in 2 bits: {rest}."
     )
+
+
+def scales(codec: dict[str, Any]) -> str:
+    """A codec and how many channels share a scale, whatever the head dim."""
+    from ..method.codecs import CodecSpec, has_groups
+
+    size = codec["group_size"]
+    if not has_groups(CodecSpec(**codec)) or size < 0:
+        return f"{codec['name']} with one scale per head"
+    return f"{codec['name']} with one scale per {size} channels (fewer in smaller heads)"
 
 
 def show_artifact(described: dict[str, Any], layers: bool) -> None:
@@ -237,14 +257,15 @@ def show_layers(described: dict[str, Any]) -> None:
         rows = [[i, compact(c["key"]), compact(c["value"])] for i, c in described["choices"].items()]
         show_table(["layer", "<keys, by head", "<values, by head"], rows)
         return
-    from ..method.codecs.base import group_length
+    from ..method.codecs import CodecSpec, group_length, has_groups
 
     say(f"Method {described['method']} treats all heads alike; only auto chooses per head. What each layer holds:")
 
     def codec(c: dict[str, Any], dim: int) -> str:
+        if not has_groups(CodecSpec(**c)):
+            return f"{c['name']}, {'searched' if c['search'] else 'fixed'} scale"
         scale = "searched scale" if c["search"] else f"clip {c['clip']:g}" if c["clip"] else "min/max"
-        group = dim if c["name"].startswith("digits") else group_length(dim, c["group_size"])
-        return f"{c['name']}, {scale} per {group} channels"
+        return f"{c['name']}, {scale} per {group_length(dim, c['group_size'])} channels"
 
     rows = []
     for _, group in groupby(described["layers"].items(), key=lambda item: item[1]):

@@ -33,7 +33,7 @@ Tokens = Annotated[int, typer.Option("--tokens", help="Calibration tokens; whole
 SeqLen = Annotated[int, typer.Option("--seq-len", help="Tokens of one calibration sequence.")]
 Positions = Annotated[int, typer.Option("--positions", help="Positions that calibration is spread over; 0 = none.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of every random choice of a calibration.")]
-GroupSize = Annotated[int, typer.Option("--group-size", help="Channels per scale; -1: one per head.")]
+GroupSize = Annotated[int, typer.Option("--group-size", help="Channels per scale of int2; -1: one per head.")]
 Preset = Annotated[str, typer.Option("--preset", help=f"Codecs of auto: one of {', '.join(PRESETS)}.")]
 Sink = Annotated[int, typer.Option("--sink", help="First tokens, kept in model dtype.")]
 Recent = Annotated[int, typer.Option("--recent", help="Newest tokens, kept in model dtype.")]

@@ -63,6 +63,15 @@ def looks(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def kl_bars(rows: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+    """How far the interval of each mean KL reaches down and up from it, ``[2, rows]``; nothing where there is no interval.
+
+    Down by at most nine tenths of the mean: an interval that reaches 0 has no end on a log scale.
+    """
+    ends = [(row["kl_mean"], *(row["kl_interval"] or [row["kl_mean"]] * 2)) for row in rows]
+    return [[min(mean - low, 0.9 * mean) for mean, low, _ in ends], [high - mean for mean, _, high in ends]]
+
+
 def kl_by_position(result: Mapping[str, Any], salt: str) -> str:
     """KL of every method over position buckets, with 95 % intervals; empty where only the dense cache was measured."""
     import matplotlib
@@ -78,13 +87,9 @@ def kl_by_position(result: Mapping[str, Any], salt: str) -> str:
             shift = 0.3 * (i / max(1, len(rows) - 1) - 0.5) if len(rows) > 1 else 0.0
             x = [j + shift for j in range(len(edges))]
             y = [b["kl_mean"] for b in row["buckets"]]
-            ends = [b["kl_interval"] or [v, v] for b, v in zip(row["buckets"], y, strict=True)]
-            spread = [
-                [min(v - lo, 0.9 * v) for v, (lo, _) in zip(y, ends, strict=True)],
-                [hi - v for v, (_, hi) in zip(y, ends, strict=True)],
-            ]
-            axes.errorbar(x, y, yerr=spread, label=row["method"], markersize=5, linewidth=1.4, elinewidth=1, capsize=2.5,
-                          **style[row["method"]])  # fmt: skip
+            look = style[row["method"]]
+            axes.errorbar(x, y, yerr=kl_bars(row["buckets"]), label=row["method"], markersize=5, linewidth=1.4, elinewidth=1,
+                          capsize=2.5, **look)  # fmt: skip
         axes.set_xticks(range(len(edges)), [f"{_tokens(lo)}–{_tokens(hi)}" for lo, hi in edges])
         axes.set_yscale("log")
         axes.set_xlim(-0.5, len(edges) - 0.5)
@@ -111,9 +116,8 @@ def bits_against_kl(result: Mapping[str, Any], salt: str) -> str:
         axes.plot(*zip(*front, strict=True), color="#999999", linewidth=1, drawstyle="steps-post", zorder=1)
         for row in rows:
             x, y = row["bits_per_element_128k"], row["kl_mean"]
-            lo, hi = row["kl_interval"] or (y, y)
             look = {**style[row["method"]], "linestyle": "none"}
-            axes.errorbar(x, y, yerr=[[min(y - lo, 0.9 * y)], [hi - y]], label=row["method"], markersize=6.5, elinewidth=1,
+            axes.errorbar(x, y, yerr=kl_bars([row]), label=row["method"], markersize=6.5, elinewidth=1,
                           capsize=2.5, **look)  # fmt: skip
         axes.set_yscale("log")
         axes.set_xlabel("bits per element at 128K tokens")

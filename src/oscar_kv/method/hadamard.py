@@ -68,6 +68,11 @@ def _sylvester(n: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _hadamard(dim: int) -> tuple[Tensor, str]:
+    with torch.device("cpu"):  # whatever the default device of the first call
+        return _build(dim)
+
+
+def _build(dim: int) -> tuple[Tensor, str]:
     if dim < 1:
         raise ValueError(f"a Hadamard matrix needs a positive order, got {dim}")
     power = dim & -dim  # largest power of two that divides dim

@@ -29,6 +29,9 @@ def local_errors(
 ) -> tuple[Tensor, Tensor]:
     """Attention-output error of each candidate, for keys alone and for values alone, relative to the output's size.
 
+    A head's error is at most 1, as bad as no output at all, or not finite: in a head whose output is next to nothing every
+    error is relatively huge and says nothing, and would outweigh all others in a mean over heads.
+
     Args:
         query, key, value: one window, ``[Hq, T, D]``, ``[Hkv, T, D]``, ``[Hkv, T, Dv]``.
         candidates: transforms of this layer, each with one choice for all heads.
@@ -60,6 +63,10 @@ def local_errors(
         e = error.double().flatten(1, 2)  # [Hkv, G S, Dv]
         return ((e @ metric.to(e)) * e).sum((1, 2))
 
+    def bounded(errors: list[Tensor]) -> Tensor:
+        error = torch.stack(errors)
+        return torch.where(error.isfinite(), error.clamp(max=1.0), error)
+
     raw = q @ k[:, None].mT
     exact = weights(raw)
     output = exact @ v[:, None]
@@ -71,4 +78,4 @@ def local_errors(
         logits = torch.where(dense, raw, q @ coded_key[:, None].mT)
         key_errors.append(size(weights(logits) @ v[:, None] - output) / signal)
         value_errors.append(size(packed @ (coded_value - v)[:, None]) / signal)
-    return torch.stack(key_errors), torch.stack(value_errors)
+    return bounded(key_errors), bounded(value_errors)

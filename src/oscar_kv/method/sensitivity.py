@@ -63,7 +63,11 @@ def read_weights(
     weights = ReadWeights(
         rows, query.new_zeros(query.shape[0], len(rows)).float(), *(key.new_zeros(heads, tokens).float() for _ in "kv")
     )
-    k, v, w = key.float(), value.float(), metric.float()
+    k, w = key.float(), metric.float()
+    # distances do not change if all values move, and are differences of small numbers if these lie about zero
+    v = value.to(torch.promote_types(value.dtype, torch.float32))
+    centre = v.mean(1, keepdim=True)  # [Hkv, 1, Dv]
+    v, centre = (v - centre).float(), centre.float()
     size = ((v @ w) * v).sum(-1)  # [Hkv, T]
     future = torch.arange(tokens, device=key.device) > rows[:, None]  # [S, T]
     step = max(1, PAIRS_AT_ONCE // (heads * group * tokens))
@@ -78,10 +82,12 @@ def read_weights(
         logits.masked_fill_(future[part], float("-inf"))
         if sinks is not None:
             extra = sinks.float().reshape(heads, group, 1, 1).expand(*logits.shape[:-1], 1)
-            p = torch.softmax(torch.cat([logits, extra], -1), -1)[..., :tokens]
+            p = torch.softmax(torch.cat([logits, extra], -1), -1)
+            o = p[..., :tokens] @ v[:, None] - p[..., tokens:] * centre[:, None]  # a sink's value is zero, not the centre
+            p = p[..., :tokens]
         else:
             p = torch.softmax(logits, -1)
-        o = p @ v[:, None]  # [Hkv, G, s, Dv]
+            o = p @ v[:, None]  # [Hkv, G, s, Dv], from the centre
         ow = o @ w[:, None]
         distance = size[:, None, None] - 2 * (ow @ v[:, None].mT) + (ow * o).sum(-1, keepdim=True)
         squared = p.square_().mul_(packed[part])

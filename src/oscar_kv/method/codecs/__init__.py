@@ -47,6 +47,11 @@ def has_layout(spec: CodecSpec) -> bool:
     return _CODECS.get(spec.name) is DigitsCodec
 
 
+def has_groups(spec: CodecSpec) -> bool:
+    """Whether this codec heeds ``group_size`` and ``clip``; the others have one scale per row and clip nothing."""
+    return _CODECS.get(spec.name) is Int2Codec
+
+
 __all__ = [
     "Codec",
     "CodecSpec",
@@ -55,6 +60,7 @@ __all__ = [
     "Layout",
     "TrellisCodec",
     "group_length",
+    "has_groups",
     "has_layout",
     "make_codec",
 ]

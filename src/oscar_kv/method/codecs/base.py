@@ -13,10 +13,12 @@ class CodecSpec:
     """Everything that selects a codec, as stored in an artifact.
 
     Attributes:
-        name: registered name: "int2", "digits", "digits1".
-        group_size: channels per scale; -1 is one group per row. Digits have one scale per row whatever is said here.
-        clip: rank-clip ratio of the published recipe, 0 = off.
-        search: choose each group's scale and minimum for least squared error instead of from its extremes.
+        name: registered name: "int2", "digits", "digits1", "trellis".
+        group_size: channels per scale; -1 is one group per row. Of int2 only: digits and trellis have one scale per row
+            whatever is said here.
+        clip: rank-clip ratio of the published recipe, 0 = off. Of int2 only: digits and trellis ignore it.
+        search: choose each group's scale (and minimum, where it has one) for least squared error. Without it, int2 takes both
+            from the extremes, trellis the row's mean square, and digits the scale that calibration expects.
     """
 
     name: str = "int2"

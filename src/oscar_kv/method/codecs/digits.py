@@ -13,7 +13,7 @@ Row layout, ``n = ceil(dim / 4)`` bytes of codes, then the metadata::
 
 Slots follow the channels in order, the most significant digit first. A channel of ``d`` digits whose digits spell the number
 ``c`` decodes to ``scale * step * (c - (4^d - 1) / 2)``; a channel without digits to 0; the first channel of "digits" to the
-stored float16. The scale is chosen per row for least squared error; see :mod:`.scalar` for its limits.
+stored float16. The scale is chosen per row for least squared error; see :mod:`.rows` for its limits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .base import CodecSpec
-from .scalar import _CHUNK, _CHUNK_DEVICE, MAX_HALF, MIN_SCALE, pack2, round_scale, unpack2
+from .rows import MAX_HALF, RowCodec, chunk, round_scale
 
 MAX_DIGITS = 4
 STEPS = (2.0**-50, 2.0**50)  # beyond these, squares leave float32
@@ -50,7 +50,7 @@ class Layout:
     step: Tensor
 
 
-class DigitsCodec:
+class DigitsCodec(RowCodec):
     """See the module's text. Without a layout only the sizes are known.
 
     Raises:
@@ -60,18 +60,11 @@ class DigitsCodec:
     def __init__(self, spec: CodecSpec, dim: int, layout: Layout | None = None) -> None:
         if dim < 2:
             raise ValueError(f"a digits codec needs at least two channels, got dim={dim}")
-        self.spec = spec
-        self.dim = dim
         self.exact = spec.name == "digits"  # the first channel is kept in 16 bits
-        self.code_bytes = -(-dim // 4)
-        self.row_bytes = self.code_bytes + (4 if self.exact else 2)
+        super().__init__(spec, dim, 2 if self.exact else 1)
         self.layout = layout
         if layout is not None:
             self._prepare(layout)
-
-    @property
-    def bits_per_element(self) -> float:
-        return 8.0 * self.row_bytes / self.dim
 
     def _prepare(self, layout: Layout) -> None:
         digits, step = layout.digits.to(torch.int64), layout.step
@@ -112,13 +105,10 @@ class DigitsCodec:
         heads = self._heads()
         if x.dim() < 3 or x.shape[-1] != self.dim or x.shape[-3] != heads:
             raise ValueError(f"codec for {heads} heads of {self.dim} channels got a tensor of shape {tuple(x.shape)}")
-        if not x.numel():
-            return torch.zeros(*x.shape[:-1], self.row_bytes, dtype=torch.uint8, device=x.device)
-        flat = x.to(torch.float32).clamp(-MAX_HALF, MAX_HALF).reshape(-1, *x.shape[-3:]).contiguous()
-        limit = _CHUNK if x.device.type == "cpu" else _CHUNK_DEVICE
-        step = max(1, limit // max(1, flat.shape[0] * heads * self.dim))
-        rows = [self._encode_chunk(flat[:, :, lo : lo + step]) for lo in range(0, x.shape[-2], step)]
-        return torch.cat(rows, -2).reshape(*x.shape[:-1], self.row_bytes)
+        flat = x.to(torch.float32).clamp(-MAX_HALF, MAX_HALF)
+        flat = flat.reshape(x.shape[:-3].numel(), *x.shape[-3:]).contiguous()  # [L, Hkv, T, D]
+        step = max(1, chunk(x.device) // max(1, flat.shape[0] * heads * self.dim))
+        return self.in_chunks(flat, -2, step, self._encode_chunk).reshape(*x.shape[:-1], self.row_bytes)
 
     def _encode_chunk(self, x: Tensor) -> Tensor:
         unit = x / self.step
@@ -126,10 +116,7 @@ class DigitsCodec:
         numbers = self._nearest(unit, scale).to(torch.int32)
         index = self.channel.unsqueeze(1).expand(*numbers.shape[:-2], numbers.shape[-2], -1)
         codes = numbers.gather(-1, index) >> self.shift & 3
-        parts = [scale.to(torch.float16)]
-        if self.exact:
-            parts.append(x[..., :1].to(torch.float16))
-        return torch.cat([pack2(codes.to(torch.uint8)), torch.cat(parts, -1).view(torch.uint8)], -1)
+        return self.join(codes.to(torch.uint8), torch.cat([scale, x[..., :1]], -1) if self.exact else scale)
 
     def _nearest(self, unit: Tensor, scale: Tensor) -> Tensor:
         """The numbers that channels get, float32 ``[..., D]``."""
@@ -165,26 +152,24 @@ class DigitsCodec:
     # -- decode ------------------------------------------------------------------------------------------------
 
     def decode(self, rows: Tensor) -> Tensor:
-        """uint8 ``[..., Hkv, T, row_bytes]`` to float32 ``[..., Hkv, T, dim]``."""
-        self._heads()
-        metadata = self._metadata(rows)
-        codes = unpack2(rows[..., : self.code_bytes], self.dim).to(torch.float32)
+        """uint8 ``[..., Hkv, T, row_bytes]`` to float32 ``[..., Hkv, T, dim]``.
+
+        Raises:
+            ValueError: not of that shape.
+        """
+        heads = self._heads()
+        numbers = self.numbers(rows)  # the scale, and the first channel of "digits"
+        if rows.dim() < 3 or rows.shape[-3] != heads:
+            raise ValueError(f"codec for {heads} heads got rows of shape {tuple(rows.shape)}, not [..., {heads}, T, bytes]")
+        codes = self.symbols(rows).to(torch.float32)
         level = codes @ self.weight - self.top / 2  # exact: small whole numbers
-        x = level.mul_(self.unit).mul_(metadata[..., :1])
+        x = level.mul_(self.unit).mul_(numbers[..., :1])
         if self.exact:
-            x[..., 0] = metadata[..., 1]
+            x[..., 0] = numbers[..., 1]
         return x
 
     def saturated(self, rows: Tensor) -> int:
-        metadata = self._metadata(rows)
-        return int((metadata.abs() >= MAX_HALF).any(-1).sum())
-
-    def _metadata(self, rows: Tensor) -> Tensor:
-        """float32 ``[..., 1 or 2]``: the scale, and the first channel of "digits"."""
-        if rows.shape[-1] != self.row_bytes:
-            raise ValueError(f"rows of {self.row_bytes} bytes expected, got shape {tuple(rows.shape)}")
-        metadata = rows[..., self.code_bytes :].clone(memory_format=torch.contiguous_format)
-        return metadata.view(torch.float16).to(torch.float32)
+        return int((self.numbers(rows).abs() >= MAX_HALF).any(-1).sum())
 
     def _heads(self) -> int:
         if self.layout is None:
@@ -203,6 +188,3 @@ def allocate(variances: Tensor, total: int) -> Tensor:
     gain = (error[:-1] - error[1:]).repeat(len(variances), 1) * variances.double().unsqueeze(1)  # falls from digit to digit
     best = gain.flatten().sort(descending=True, stable=True).indices[:total]
     return torch.bincount(best // MAX_DIGITS, minlength=len(variances))
-
-
-__all__ = ["GAUSS_ERROR", "GAUSS_STEP", "MAX_DIGITS", "MIN_SCALE", "DigitsCodec", "Layout", "allocate"]

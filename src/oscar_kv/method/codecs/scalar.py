@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from .base import CodecSpec, group_length
+from .rows import MAX_HALF, RowCodec, chunk, round_scale
 
 LEVELS = 4
-MIN_SCALE = 2.0**-14  # smallest normal float16
-MAX_HALF = 65504.0  # largest finite float16
 
 # The search: starting points, how many of them are refined, and how often. Measured against six starting points with
 # three refits of each: the same squared error within 1 % on Gaussian, Laplace and skewed rows, in a quarter of the time.
@@ -28,26 +27,17 @@ SHRINK = (1.0, 0.8, 0.6)
 KEEP = 2
 REFITS = 4
 LIMIT = MAX_HALF * LEVELS  # larger magnitudes cannot be represented; infinities become this
-_CHUNK = 1 << 17  # elements searched at once on a CPU: stays in its cache, does not change a byte
-_CHUNK_DEVICE = 1 << 26  # on a GPU: few launches
 
 
-class Int2Codec:
+class Int2Codec(RowCodec):
     """Asymmetric 2-bit codec; see the module's text for the layout."""
 
     def __init__(self, spec: CodecSpec, dim: int) -> None:
         if dim < 1:
             raise ValueError(f"a codec needs at least one channel, got dim={dim}")
-        self.spec = spec
-        self.dim = dim
         self.group = group_length(dim, spec.group_size)
         self.num_groups = dim // self.group
-        self.code_bytes = -(-dim // 4)
-        self.row_bytes = self.code_bytes + 4 * self.num_groups
-
-    @property
-    def bits_per_element(self) -> float:
-        return 8.0 * self.row_bytes / self.dim
+        super().__init__(spec, dim, 2 * self.num_groups)
 
     # -- encode ------------------------------------------------------------------------------------------------
 
@@ -59,13 +49,9 @@ class Int2Codec:
         """
         if x.shape[-1] != self.dim:
             raise ValueError(f"codec for {self.dim} channels got a tensor of shape {tuple(x.shape)}")
-        lead = x.shape[:-1]
         flat = x.to(torch.float32).clamp(-LIMIT, LIMIT).reshape(-1, self.dim).contiguous()  # [N, D]
-        step = max(1, (_CHUNK if x.device.type == "cpu" else _CHUNK_DEVICE) // self.dim)
-        rows = [self._encode_chunk(flat[i : i + step]) for i in range(0, flat.shape[0], step)]
-        if not rows:
-            return torch.zeros(*lead, self.row_bytes, dtype=torch.uint8, device=x.device)
-        return torch.cat(rows).reshape(*lead, self.row_bytes)
+        rows = self.in_chunks(flat, 0, max(1, chunk(x.device) // self.dim), self._encode_chunk)
+        return rows.reshape(*x.shape[:-1], self.row_bytes)
 
     def _encode_chunk(self, x: Tensor) -> Tensor:
         if self.spec.clip:
@@ -73,15 +59,14 @@ class Int2Codec:
         groups = x.reshape(-1, self.num_groups, self.group)  # [N, groups, g]
         scale, minimum = (search_scale if self.spec.search else range_scale)(groups)  # [N, groups, 1] each
         codes = nearest_code(groups, scale, minimum).to(torch.uint8).reshape(-1, self.dim)
-        metadata = torch.cat([scale, minimum], -1).to(torch.float16)  # [N, groups, 2]
-        return torch.cat([pack2(codes), metadata.reshape(-1, 2 * self.num_groups).view(torch.uint8)], -1)
+        return self.join(codes, torch.cat([scale, minimum], -1).reshape(-1, 2 * self.num_groups))
 
     # -- decode ------------------------------------------------------------------------------------------------
 
     def decode(self, rows: Tensor) -> Tensor:
         """uint8 ``[..., row_bytes]`` to float32 ``[..., dim]``."""
         scale, minimum = self._metadata(rows)
-        codes = unpack2(rows[..., : self.code_bytes], self.dim).to(torch.float32)
+        codes = self.symbols(rows).to(torch.float32)
         groups = codes.reshape(*codes.shape[:-1], self.num_groups, self.group)
         return (groups * scale + minimum).reshape(codes.shape)
 
@@ -90,28 +75,9 @@ class Int2Codec:
         return int(((scale >= MAX_HALF) | (minimum.abs() >= MAX_HALF)).sum())
 
     def _metadata(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        if rows.shape[-1] != self.row_bytes:
-            raise ValueError(f"rows of {self.row_bytes} bytes expected, got shape {tuple(rows.shape)}")
-        metadata = (
-            rows[..., self.code_bytes :].clone(memory_format=torch.contiguous_format).view(torch.float16).to(torch.float32)
-        )
-        metadata = metadata.reshape(*rows.shape[:-1], self.num_groups, 2)
+        """Scale and minimum, float32 ``[..., groups, 1]`` each."""
+        metadata = self.numbers(rows).reshape(*rows.shape[:-1], self.num_groups, 2)
         return metadata[..., :1], metadata[..., 1:]
-
-
-def pack2(codes: Tensor) -> Tensor:
-    """uint8 codes 0..3 ``[..., D]`` to bytes ``[..., ceil(D / 4)]``, lowest bits first."""
-    pad = -codes.shape[-1] % 4
-    if pad:
-        codes = torch.nn.functional.pad(codes, (0, pad))
-    quads = codes.reshape(*codes.shape[:-1], -1, 4)
-    return quads[..., 0] | quads[..., 1] << 2 | quads[..., 2] << 4 | quads[..., 3] << 6
-
-
-def unpack2(packed: Tensor, dim: int) -> Tensor:
-    """Inverse of :func:`pack2`: bytes ``[..., ceil(dim / 4)]`` to uint8 codes ``[..., dim]``."""
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device)
-    return ((packed.unsqueeze(-1) >> shifts) & 3).flatten(-2)[..., :dim]
 
 
 def rank_clip(x: Tensor, ratio: float) -> Tensor:
@@ -119,10 +85,6 @@ def rank_clip(x: Tensor, ratio: float) -> Tensor:
     dim = x.shape[-1]
     threshold = x.abs().sort(-1).values[..., min(dim - 1, int(ratio * dim)), None]
     return torch.minimum(torch.maximum(x, -threshold), threshold)
-
-
-def round_scale(scale: Tensor) -> Tensor:
-    return scale.clamp(MIN_SCALE, MAX_HALF).to(torch.float16).to(scale.dtype)
 
 
 def round_minimum(minimum: Tensor) -> Tensor:

@@ -23,39 +23,43 @@ import torch
 from torch import Tensor
 
 from .base import CodecSpec
-from .scalar import MAX_HALF, pack2, round_scale, unpack2
+from .rows import CHUNK_DEVICE, MAX_HALF, RowCodec, round_scale
+from .scalar import LIMIT
 
 STATES = 256
 SEED = 4  # of the table's order; the best of the first dozen on Gaussian rows
-_ROWS, _ROWS_DEVICE = 1 << 11, 1 << 16  # rows encoded at once
+# Rows encoded at once: on a GPU with temporaries below 1 GiB, most of them the history, 64 bytes per channel.
+_ROWS, _ROWS_DEVICE = 1 << 11, 1 << 16
+_CPU = torch.device("cpu")
 
 
-@lru_cache(maxsize=1)
-def _table() -> Tensor:
-    """256 quantiles of the unit Gaussian, of mean square 1, in an order shuffled by a linear congruential generator."""
+@lru_cache(maxsize=64)
+def _table(device: torch.device = _CPU) -> Tensor:
+    """256 quantiles of the unit Gaussian, of mean square 1, in an order shuffled by a linear congruential generator.
+
+    float32 ``[256]``, made once for each device, whatever the default device and the modes of the first call.
+    """
+    if device != _CPU:
+        with torch.inference_mode(False):
+            return _table().to(device)
     order, state = list(range(STATES)), SEED
     for i in range(STATES - 1, 0, -1):
         state = (state * 1_103_515_245 + 12_345) % (1 << 31)
         j = (state >> 8) % (i + 1)
         order[i], order[j] = order[j], order[i]
-    quantile = torch.tensor([NormalDist().inv_cdf((i + 0.5) / STATES) for i in order], dtype=torch.float64)
-    return (quantile / quantile.square().mean().sqrt()).float()
+    quantiles = [NormalDist().inv_cdf((i + 0.5) / STATES) for i in order]
+    with torch.inference_mode(False):
+        quantile = torch.tensor(quantiles, dtype=torch.float64, device=_CPU)
+        return (quantile / quantile.square().mean().sqrt()).float()
 
 
-class TrellisCodec:
+class TrellisCodec(RowCodec):
     """See the module's text for the layout."""
 
     def __init__(self, spec: CodecSpec, dim: int) -> None:
         if dim < 4:
             raise ValueError(f"a trellis of four symbols needs at least four channels, got dim={dim}")
-        self.spec = spec
-        self.dim = dim
-        self.code_bytes = -(-dim // 4)
-        self.row_bytes = self.code_bytes + 2
-
-    @property
-    def bits_per_element(self) -> float:
-        return 8.0 * self.row_bytes / self.dim
+        super().__init__(spec, dim, 1)
 
     # -- encode ------------------------------------------------------------------------------------------------
 
@@ -67,12 +71,10 @@ class TrellisCodec:
         """
         if x.shape[-1] != self.dim:
             raise ValueError(f"codec for {self.dim} channels got a tensor of shape {tuple(x.shape)}")
-        flat = x.to(torch.float32).clamp(-4 * MAX_HALF, 4 * MAX_HALF).reshape(-1, self.dim)
-        step = _ROWS if x.device.type == "cpu" else _ROWS_DEVICE
-        rows = [self._encode_rows(flat[i : i + step]) for i in range(0, flat.shape[0], step)]
-        if not rows:
-            return torch.zeros(*x.shape[:-1], self.row_bytes, dtype=torch.uint8, device=x.device)
-        return torch.cat(rows).reshape(*x.shape[:-1], self.row_bytes)
+        flat = x.to(torch.float32).clamp(-LIMIT, LIMIT).reshape(-1, self.dim)
+        step = _ROWS if x.device.type == "cpu" else min(_ROWS_DEVICE, max(1, CHUNK_DEVICE // self.dim))
+        rows = self.in_chunks(flat, 0, step, self._encode_rows)
+        return rows.reshape(*x.shape[:-1], self.row_bytes)
 
     def _encode_rows(self, x: Tensor) -> Tensor:
         scale = round_scale(x.square().mean(-1, keepdim=True).sqrt())
@@ -83,7 +85,7 @@ class TrellisCodec:
             scale = round_scale(torch.where(fit > 0, fit, scale))
         middle = self._viterbi((x / scale).roll(self.dim // 2, -1), None).roll(-(self.dim // 2), -1)
         symbols = self._viterbi(x / scale, middle[:, -3:])
-        return torch.cat([pack2(symbols), scale.to(torch.float16).view(torch.uint8)], -1)
+        return self.join(symbols, scale)
 
     def _viterbi(self, x: Tensor, ends: Tensor | None) -> Tensor:
         """Symbols uint8 ``[N, D]`` of least squared error for rows ``x`` of unit size.
@@ -93,10 +95,10 @@ class TrellisCodec:
             ends: ``[N, 3]``, what the last three symbols must be, which then also stand before the first; None = any, with
                 a free state before the first.
         """
-        table = _table().to(x.device)
+        table = _table(x.device)
         cost = x.new_zeros(x.shape[0], STATES)
         if ends is not None:
-            joint = (ends.long() * torch.tensor([1, 4, 16], device=x.device)).sum(-1, keepdim=True)  # [N, 1]
+            joint = ends[:, :1] | ends[:, 1:2] << 2 | ends[:, 2:] << 4  # [N, 1]
             wrong = torch.arange(STATES, device=x.device) >> 2 != joint
             cost = cost.masked_fill(wrong, torch.inf)
         back = torch.empty(self.dim, x.shape[0], STATES // 4, dtype=torch.uint8, device=x.device)
@@ -117,20 +119,18 @@ class TrellisCodec:
     # -- decode ------------------------------------------------------------------------------------------------
 
     def decode(self, rows: Tensor) -> Tensor:
-        """uint8 ``[..., row_bytes]`` to float32 ``[..., dim]``."""
-        return self._values(unpack2(rows[..., : self.code_bytes], self.dim)) * self._scale(rows)
+        """uint8 ``[..., row_bytes]`` to float32 ``[..., dim]``.
+
+        Raises:
+            ValueError: rows of another length.
+        """
+        scale = self.numbers(rows)
+        return self._values(self.symbols(rows)) * scale
 
     def _values(self, symbols: Tensor) -> Tensor:
         """Table values ``[..., D]`` of symbols, before the scale."""
         state = symbols << 6 | symbols.roll(1, -1) << 4 | symbols.roll(2, -1) << 2 | symbols.roll(3, -1)
-        return _table().to(symbols.device)[state.long()]
+        return _table(symbols.device)[state.long()]
 
     def saturated(self, rows: Tensor) -> int:
-        return int((self._scale(rows) >= MAX_HALF).sum())
-
-    def _scale(self, rows: Tensor) -> Tensor:
-        """float32 ``[..., 1]``."""
-        if rows.shape[-1] != self.row_bytes:
-            raise ValueError(f"rows of {self.row_bytes} bytes expected, got shape {tuple(rows.shape)}")
-        metadata = rows[..., self.code_bytes :].clone(memory_format=torch.contiguous_format)
-        return metadata.view(torch.float16).to(torch.float32)
+        return int((self.numbers(rows) >= MAX_HALF).sum())
