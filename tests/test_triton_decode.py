@@ -80,8 +80,8 @@ class Case:
 def fill(
     transform: LayerTransform, lengths: list[int], group: int, dtype=torch.float32, page: int = PAGE, sink=SINK, recent=RECENT
 ) -> Case:
-    """Random keys and values, in pages in random order. Page bytes nobody wrote are 255 (numbers that are NaN), dense tokens that
-    are read from codes are NaN, and tables go on behind each row's length with pages of others and pages that do not exist."""
+    """Random keys and values, in pages in random order. Page bytes nobody wrote are 255 (numbers that are NaN), dense tokens
+    that are read from codes are NaN, and tables go on behind each row's length with pages of others or that do not exist."""
     transform = transform.to(DEVICE)
     heads, dim, value_dim = transform.num_kv_heads, transform.key_dim, transform.value_dim
     key_codec, value_codec = transform.codecs()
@@ -97,7 +97,10 @@ def fill(
     )
     for b, length in enumerate(lengths):
         k, v = (torch.randn(heads, length, n, device=DEVICE).to(dtype) for n in (dim, value_dim))
-        rows = [codec.encode(x.float()) for codec, x in ((key_codec, transform.transform_key(k)), (value_codec, transform.transform_value(v)))]
+        rows = [
+            codec.encode(x.float())
+            for codec, x in ((key_codec, transform.transform_key(k)), (value_codec, transform.transform_value(v)))
+        ]
         position = torch.arange(length, device=DEVICE)
         slot = table[b].long()[position // page] * page + position % page
         write_rows(pages, layout, slot, torch.cat(rows, -1).transpose(0, 1))
@@ -120,7 +123,16 @@ def test_every_codec_and_dtype(key: str, value: str, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize(
     "lengths",
-    [[1], [SINK - 1], [SINK], [SINK + RECENT], [SINK + RECENT + 1], [PAGE + 1], [1, PAGE + RECENT, 100], [5 * PAGE, 2, 64 + RECENT]],
+    [
+        [1],
+        [SINK - 1],
+        [SINK],
+        [SINK + RECENT],
+        [SINK + RECENT + 1],
+        [PAGE + 1],
+        [1, PAGE + RECENT, 100],
+        [5 * PAGE, 2, 64 + RECENT],
+    ],
     ids=str,
 )
 def test_lengths(lengths: list[int]) -> None:
@@ -148,12 +160,16 @@ def test_other_windows(sink: int, recent: int) -> None:
     fill(layer("digits", "int2", 64), [150, 3], 2, sink=sink, recent=recent).check()
 
 
-@pytest.mark.parametrize(("page", "splits"), [(16, 1), (64, 1), (64, 2), (16, 7), (128, 7), (64, 23), *([(32, 100)] if GPU else [])])
+@pytest.mark.parametrize(
+    ("page", "splits"), [(16, 1), (64, 1), (64, 2), (16, 7), (128, 7), (64, 23), *([(32, 100)] if GPU else [])]
+)
 def test_pages_and_splits(page: int, splits: int) -> None:
     fill(layer("digits", "int2", 64), [300], 2, page=page).check(num_splits=splits)
 
 
-@pytest.mark.parametrize("options", [{"softcap": 3.0}, {"sinks": True}, {"softcap": 1.0, "sinks": True}, {"scaling": 0.05}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"softcap": 3.0}, {"sinks": True}, {"softcap": 1.0, "sinks": True}, {"scaling": 0.05}], ids=str
+)
 def test_options(options: dict) -> None:
     case = fill(layer("digits", "int2", 64), [90, 3], 4)
     if "sinks" in options:

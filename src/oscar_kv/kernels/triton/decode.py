@@ -1,12 +1,12 @@
 """Paged decoding attention: one query token per row over packed pages and dense ones, in two launches.
 
-The first launch has, for each row and KV head, a few programs for dense tokens and ``num_splits`` for packed ones; each keeps its
-own maximum and mass. The second merges them by log-sum-exp, takes the packed part back through ``value_slots`` and adds what codes
-have in common. Nothing waits for the device and, with ``out`` and ``workspace`` given, only the query's small terms are allocated:
-all of it can be captured in a CUDA graph. Lengths stay on the device.
+The first launch has, for each row and KV head, a few programs for dense tokens and ``num_splits`` for packed ones; each keeps
+its own maximum and mass. The second merges them by log-sum-exp, takes the packed part back through ``value_slots`` and adds what
+codes have in common. Lengths stay on the device and nothing waits for it, so a call can be captured in a CUDA graph; with ``out``
+and ``workspace`` given, it allocates only the small terms of the query.
 
-Accuracy: products are of float16 numbers with float32 sums (float32 for float32 models): the query's slots relative to the largest
-of the head, weights relative to the largest scale seen. Dense tokens are multiplied in the model's dtype.
+Accuracy: products are of float16 numbers with float32 sums (float32 for float32 models): slots of the query relative to the
+largest of its head, weights relative to the largest scale seen. Dense tokens are multiplied in the model's dtype.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def paged_decode(
         )
     lse = torch.empty(batch, query_heads, dtype=torch.float32, device=query.device)
 
-    load(decode_kernels)
+    kernels = load(decode_kernels)
     import triton.language as tl
 
     query = query.contiguous()
@@ -108,7 +108,7 @@ def paged_decode(
     accumulator = workspace[stats.numel() : needed]
     block, dense_block, warps, stages = tuning(dim, value_dim, rows, query.dtype)
     key, value = tiers.dense_key, tiers.dense_value
-    decode_kernels.decode[(batch * heads, parts + splits)](
+    kernels.decode[(batch * heads, parts + splits)](
         query, slots, sums, tiers.pages, tiers.pages.view(torch.float16), tiers.pages.stride(0), tiers.pages.stride(1),
         tiers.table, tiers.table.stride(0), key, key.stride(0), key.stride(1), key.stride(2), value, value.stride(0),
         value.stride(1), value.stride(2), tiers.dense_table, tiers.dense_table.stride(0), tiers.lengths, lookup, accumulator,
@@ -120,11 +120,12 @@ def paged_decode(
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     columns = min(32, value_width)
-    decode_kernels.merge[(batch * heads, -(-value_dim // columns))](
+    kernels.merge[(batch * heads, -(-value_dim // columns))](
         accumulator, stats, maps.value_slots, maps.value_sums, slots if sinks is None else sinks, out, lse, parts,
         parts + splits,
         HEADS=heads, G=group, DV=value_dim, VB=value_bytes, SW=power_of_two(4 * value_bytes), M=rows,
-        TW=power_of_two(parts + splits), C=columns, SINKS=sinks is not None, num_warps=4,
+        TW=power_of_two(parts + splits), C=columns, SINKS=sinks is not None,
+        num_warps=8 if rows * value_width > 4096 else 4,
     )  # fmt: skip
     return out, lse
 
@@ -157,7 +158,7 @@ def tuning(dim: int, value_dim: int, rows: int, dtype: torch.dtype) -> tuple[int
     """Tokens of a packed and of a dense block, warps and pipeline stages."""
     wide = max(dim, value_dim) > 128
     if dtype == torch.float32:
-        return 32, 16, 4, 2
+        return 32, 16, (8 if wide else 4), 2
     return (32 if wide else 64), (32 if wide else 64), (8 if rows * max(dim, value_dim) > 4096 else 4), 3
 
 
@@ -198,7 +199,10 @@ def _check(
     pages = tiers.pages
     shape = (heads, layout.head_bytes)
     demand(pages.dtype == torch.uint8 and pages.shape[1:] == shape, f"pages must be uint8 [num_pages, {shape[0]}, {shape[1]}]")
-    demand(pages.stride(2) == 1 and not pages.stride(0) % 16 and not pages.stride(1) % 16, "pages must start at multiples of 16 bytes")
+    demand(
+        pages.stride(2) == 1 and not pages.stride(0) % 16 and not pages.stride(1) % 16,
+        "pages must start at multiples of 16 bytes",
+    )
     demand(pages.storage_offset() % 16 == 0, "pages must start at multiples of 16 bytes")
     for name, side, width in (("dense_key", tiers.dense_key, dim), ("dense_value", tiers.dense_value, value_dim)):
         demand(side.dtype == query.dtype, f"{name} is {side.dtype}, the query {query.dtype}")
@@ -210,6 +214,8 @@ def _check(
         demand(ints.shape[0] == batch and ints.stride(-1) == 1, f"{name} must have {batch} rows and stride 1")
     demand(scaling > 0, f"scaling must be positive, got {scaling}")
     demand(softcap is None or softcap > 0, f"softcap must be positive, got {softcap}")
-    demand(sinks is None or (sinks.shape == (query_heads,) and sinks.is_contiguous()), f"sinks must be contiguous [{query_heads}]")
+    demand(
+        sinks is None or (sinks.shape == (query_heads,) and sinks.is_contiguous()), f"sinks must be contiguous [{query_heads}]"
+    )
     tensors = (pages, tiers.dense_key, tiers.dense_value, tiers.table, tiers.dense_table, tiers.lengths, maps.query_slots)
     demand(all(t.device == query.device for t in tensors), f"all tensors must be on {query.device} like the query")

@@ -3,8 +3,8 @@
 
 A tile of bytes ``[N, dim / 4]`` is read as four tiles of codes: field ``f`` of byte ``j`` is slot ``4 j + f``. So nothing is
 interleaved: query slots are loaded in the same order, and packed accumulators are stored as field, byte. Codes ``c`` become the
-numbers ``1 + c / 4``, which in float16 are two bits of the mantissa under the exponent of one; what that adds is taken off again
-by sums per row.
+numbers ``1 + c / 4``, which in float16 are two bits of the mantissa under the exponent of one; what that adds is taken off
+again by sums per row.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def levels(x, DOT: tl.constexpr, ASM: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-    elif DOT == tl.float16:
+    elif DOT == tl.float16:  # noqa: SIM300
         y = x.to(tl.uint16)
         h0 = ((y << 8) & 0x0300 | 0x3C00).to(tl.float16, bitcast=True)
         h1 = ((y << 6) & 0x0300 | 0x3C00).to(tl.float16, bitcast=True)
@@ -71,8 +71,8 @@ def read_packed(
     VW: tl.constexpr, KEY_EXTRA: tl.constexpr, VALUE_EXTRA: tl.constexpr, TRELLIS: tl.constexpr, CAP: tl.constexpr,
     N: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """One split of one head's packed tokens ``low .. high - 1``. Pointers are at the head; KB, VB bytes of codes of a row, KW, VW
-    the same padded to powers of two."""
+    """One split of one head's packed tokens ``low .. high - 1``. Pointers are at the head; KB, VB are bytes of codes of a
+    row, KW, VW the same padded to powers of two."""
     KN: tl.constexpr = 4 if KEY_EXTRA else 2
     VN: tl.constexpr = 4 if VALUE_EXTRA else 2
     KEY_NUMBERS: tl.constexpr = P * KB // 2  # in 16-bit units, as all that is said of numbers
@@ -81,7 +81,8 @@ def read_packed(
     g, kj, vj, n = tl.arange(0, M), tl.arange(0, KW), tl.arange(0, VW), tl.arange(0, N)
     row = g < G
 
-    # Query slots by field, in float16 relative to the row's largest, times 1024; ``bias`` undoes 1 + c / 4 and the mean of rounding.
+    # Query slots by field, in float16 relative to the row's largest, times 1024; ``bias`` undoes 1 + c / 4 and what rounding does
+    # to the mean code.
     at = slots + g[:, None] * D + 4 * kj[None, :]
     there = row[:, None] & (4 * kj[None, :] < D)
     u0 = tl.load(at, mask=there, other=0.0)
@@ -128,9 +129,7 @@ def read_packed(
             codes_at = pages + (page * page_stride)[:, None]
             numbers_at = numbers + page * (page_stride // 2)
             token = position % P
-        k = tl.load(
-            codes_at + (token[:, None] * KB + kj[None, :]), mask=seen[:, None] & (kj[None, :] < KB), other=0
-        )
+        k = tl.load(codes_at + (token[:, None] * KB + kj[None, :]), mask=seen[:, None] & (kj[None, :] < KB), other=0)
         scale = tl.load(numbers_at + (KEY_NUMBERS + token * (KN // 2)), mask=seen, other=0.0).to(tl.float32)
         v_mask = seen[:, None] & (vj[None, :] < VB)
         v = tl.load(codes_at + (VALUES + token[:, None] * VB + vj[None, :]), mask=v_mask, other=0)
@@ -191,8 +190,8 @@ def read_packed(
 
 
 def read_dense(
-    query, keys, key_page, key_token, values, value_page, value_token, table, accumulator, stats, length, low, high, part, parts,
-    factor, cap,
+    query, keys, key_page, key_token, values, value_page, value_token, table, accumulator, stats, length, low, high,
+    part, parts, factor, cap,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DW: tl.constexpr, DVW: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
     STRIDE: tl.constexpr, CAP: tl.constexpr, N: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
@@ -258,14 +257,14 @@ def decode(
     if part < parts:
         read_dense(
             query + bh.to(tl.int64) * (G * D), keys + h * key_head, key_page, key_token, values + h * value_head, value_page,
-            value_token, dense_table + b.to(tl.int64) * dense_table_stride, to, stats_to, length, low, high, part, parts, factor, cap,
-            G, D, DV, DW, DVW, M, PD, 4 * VB, CAP, ND, RAW,
+            value_token, dense_table + b.to(tl.int64) * dense_table_stride, to, stats_to, length, low, high, part, parts,
+            factor, cap, G, D, DV, DW, DVW, M, PD, 4 * VB, CAP, ND, RAW,
         )  # fmt: skip
     else:
         read_packed(
             slots + bh.to(tl.int64) * (G * D), sums + bh.to(tl.int64) * (G * 3), pages + h * head_stride,
-            numbers + h * (head_stride // 2), page_stride, table + b.to(tl.int64) * table_stride, lookup, to, stats_to, low, high,
-            part - parts, splits, factor, cap,
+            numbers + h * (head_stride // 2), page_stride, table + b.to(tl.int64) * table_stride, lookup, to, stats_to, low,
+            high, part - parts, splits, factor, cap,
             G, D, M, P, KB, KW, VB, VW, KEY_EXTRA, VALUE_EXTRA, TRELLIS, CAP, N, DOT, ASM,
         )  # fmt: skip
 
@@ -302,12 +301,14 @@ def merge(
     ACC: tl.constexpr = 4 * VB
     column = c < DV
     dense = tl.zeros([M, C], tl.float32)
-    for i in range(0, parts):
+    for i in range(parts):
         one = stats + (base + i) * (G * 4) + g * 4
         m = tl.load(one, mask=row, other=-1e30)
         some = row & (tl.load(one + 1, mask=row, other=0.0) > 0)
         a = tl.load(
-            accumulator + (base + i) * (G * ACC) + g[:, None] * ACC + c[None, :], mask=some[:, None] & column[None, :], other=0.0
+            accumulator + (base + i) * (G * ACC) + g[:, None] * ACC + c[None, :],
+            mask=some[:, None] & column[None, :],
+            other=0.0,
         )
         dense += tl.where(some, tl.exp2(m - top), 0.0)[:, None] * a
     codes = tl.zeros([M, SW], tl.float32)
@@ -316,7 +317,9 @@ def merge(
         m = tl.load(one, mask=row, other=-1e30)
         some = row & (tl.load(one + 1, mask=row, other=0.0) > 0)
         a = tl.load(
-            accumulator + (base + i) * (G * ACC) + g[:, None] * ACC + s[None, :], mask=some[:, None] & (s[None, :] < ACC), other=0.0
+            accumulator + (base + i) * (G * ACC) + g[:, None] * ACC + s[None, :],
+            mask=some[:, None] & (s[None, :] < ACC),
+            other=0.0,
         )
         codes += tl.where(some, tl.exp2(m - top), 0.0)[:, None] * a
     slot = 4 * (s % VB) + s // VB  # accumulators are stored as field, byte
@@ -326,7 +329,7 @@ def merge(
         other=0.0,
     )
     codes = tl.where((slot < DV)[None, :] & (s < ACC)[None, :], codes, 0.0)
-    result = dense + tl.dot(codes, matrix, input_precision="ieee")
+    result = dense + tl.dot(codes, matrix, input_precision="tf32x3")
     vectors = value_sums + h * (3 * DV) + c
     result += scale[:, None] * tl.load(vectors, mask=column, other=0.0)[None, :]
     result += extra[:, None] * tl.load(vectors + DV, mask=column, other=0.0)[None, :]

@@ -1,4 +1,4 @@
-"""How kernels come to be: their files name plain functions, and the first call compiles them, so that nothing imports triton early."""
+"""How kernels come to be: their files hold plain functions, and the first call makes kernels of them: triton is imported late."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 
-def load(module: ModuleType) -> None:
-    """Give a file of kernels its ``tl`` and turn the functions it lists in ``KERNELS`` into triton kernels, once.
+def load(module: ModuleType) -> Any:
+    """Give a file of kernels its ``tl`` and turn the functions it lists in ``KERNELS`` into triton kernels, once; returns it.
 
     Raises:
         ModuleNotFoundError: triton is not installed.
     """
     if "tl" in vars(module):
-        return
+        return module
     import triton
     import triton.language
 
@@ -24,10 +24,11 @@ def load(module: ModuleType) -> None:
     vars(module)["tl"] = triton.language
     if interpreted():
         vars(module)["range"] = _range
+    return module
 
 
 def _range(*bounds: Any) -> range:
-    """``range`` over the interpreter's scalars, which are arrays of one element: numpy from 2.4 on refuses to make them indices."""
+    """``range`` for the interpreter, whose scalars are arrays of one element: numpy from 2.4 on makes no indices of them."""
     return range(*(int(x.handle.data.item()) if hasattr(x, "handle") else int(x) for x in bounds))
 
 
@@ -49,6 +50,6 @@ def check_device(name: str, tensor: torch.Tensor) -> None:
     """
     if tensor.device.type != "cuda" and not interpreted():
         raise ValueError(
-            f"{name} is on {tensor.device}: triton kernels need a CUDA device; use the reference of oscar_kv.kernels.paged there, "
-            "or set TRITON_INTERPRET=1 before triton is imported to run them slowly on the CPU"
+            f"{name} is on {tensor.device}: triton kernels need a CUDA device; use the reference of oscar_kv.kernels.paged "
+            "there, or set TRITON_INTERPRET=1 before triton is imported to run them slowly on the CPU"
         )
