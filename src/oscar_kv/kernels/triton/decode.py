@@ -1,9 +1,9 @@
 """Paged decoding attention: one query token per row over packed pages and dense ones, in two launches.
 
 The first launch has, for each row and KV head, a few programs for dense tokens and ``num_splits`` for packed ones; each keeps
-its own maximum and mass. The second merges them by log-sum-exp, takes the packed part back through ``value_slots`` and adds what
-codes have in common. Lengths stay on the device and nothing waits for it, so a call can be captured in a CUDA graph; with ``out``
-and ``workspace`` given, it allocates only the small terms of the query.
+its own maximum and mass. The second merges them by log-sum-exp, takes the packed part back through ``value_slots`` and adds
+what codes have in common. Lengths stay on the device and nothing waits for it, so a call can be captured in a CUDA graph; with
+``out`` and ``workspace`` given, it allocates only the small terms of the query and the log-sum-exp.
 
 Accuracy: products are of float16 numbers with float32 sums (float32 for float32 models): slots of the query relative to the
 largest of its head, weights relative to the largest scale seen. Dense tokens are multiplied in the model's dtype.

@@ -81,8 +81,8 @@ def read_packed(
     g, kj, vj, n = tl.arange(0, M), tl.arange(0, KW), tl.arange(0, VW), tl.arange(0, N)
     row = g < G
 
-    # Query slots by field, in float16 relative to the row's largest, times 1024; ``bias`` undoes 1 + c / 4 and what rounding does
-    # to the mean code.
+    # Query slots by field, in float16 relative to the row's largest, times 1024; ``bias`` undoes 1 + c / 4 and what
+    # rounding does to the mean code.
     at = slots + g[:, None] * D + 4 * kj[None, :]
     there = row[:, None] & (4 * kj[None, :] < D)
     u0 = tl.load(at, mask=there, other=0.0)

@@ -1,4 +1,4 @@
-"""How kernels come to be: their files hold plain functions, and the first call makes kernels of them: triton is imported late."""
+"""How kernels come to be: their files hold plain functions, and the first call makes kernels of them, importing triton."""
 
 from __future__ import annotations
 

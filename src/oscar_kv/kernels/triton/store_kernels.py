@@ -207,8 +207,9 @@ def encode_store(
     if tl.program_id(2) == 0:
         encode_side(
             key + h * key_head, key_row, key_in + h * (D * D), key_mean + h * D, key_vectors + h * (3 * D),
-            key_order + h * (2 * D), key_usual + h, page_at, number_at + KEY_NUMBERS, page_stride, slots, dense_key + h * dk_head, dk_page, dk_token,
-            dense_slots, count, D, W, KEY_DIGITS, KEY_SEARCH, KB, KN, P, PD, DENSE, T, C, PRECISION,
+            key_order + h * (2 * D), key_usual + h, page_at, number_at + KEY_NUMBERS, page_stride, slots,
+            dense_key + h * dk_head, dk_page, dk_token, dense_slots, count,
+            D, W, KEY_DIGITS, KEY_SEARCH, KB, KN, P, PD, DENSE, T, C, PRECISION,
         )  # fmt: skip
     else:
         encode_side(
