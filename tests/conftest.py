@@ -9,6 +9,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # before anything imports triton: its kernels then run on the CPU
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from oscar_kv.config import OscarConfig
 from oscar_kv.method.codecs import CodecSpec
 from oscar_kv.method.transform import LayerTransform
