@@ -366,7 +366,7 @@ def test_doctor(tmp_path: Path) -> None:
     found = json.loads(printed)
     assert torch.__version__.startswith(found["versions"]["torch"])  # without the build tag in some releases
     assert found["cpu_threads"] >= 1
-    assert {k["operation"] for k in found["kernels"]} == {"encode_store", "attention"}
+    assert {k["operation"] for k in found["kernels"]} == {"store", "decode", "prefill"}
     assert "runs on every device" in run("doctor").stdout
 
 

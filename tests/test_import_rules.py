@@ -20,7 +20,7 @@ ENGINES = {"transformers", "triton", "vllm", "sglang"}
 LAYERS = {
     "method": ({"method"}, {"torch", "numpy"}),
     "cache": ({"cache", "method", "config"}, {"torch"}),
-    "kernels": ({"kernels", "method"}, {"torch"} | ENGINES),
+    "kernels": ({"kernels", "method"}, {"torch", "cuda"} | ENGINES),
     "config.py": (set(), set()),
     "errors.py": (set(), set()),
 }

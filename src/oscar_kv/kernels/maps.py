@@ -1,14 +1,14 @@
-"""What turns queries for the codes and outputs back, as matrices that a kernel multiplies by: the codec's arithmetic, once per layer.
+"""What turns queries for the codes and outputs back, as matrices for a kernel: the codec's arithmetic, once per layer.
 
-Kernels see 2-bit codes and one or two numbers per row, ``scale`` and ``extra``. With ``c_i`` the codes of a token (``S`` slots)::
+Kernels see 2-bit codes and one or two numbers per row, ``scale`` and ``extra``. With ``c_i`` a token's codes, ``S`` slots::
 
     q . k^  = scale (sum_i u_i c_i + centre) + extra * direct + offset          keys: u = q @ query_slots, ...
     o       = (sum_t p_t scale_t c_t) @ value_slots + (sum_t p_t scale_t) value_centre
               + (sum_t p_t extra_t) value_direct + (sum_t p_t) value_mean       values, p over the packed tokens
 
-INT2 rows have ``extra`` = minimum and no centre; digits rows spread a channel over slots (``u`` holds the powers of four), have the
-exact first channel as ``extra`` ("digits1": none) and the middle of each channel's range as centre. A trellis row decodes its codes
-first; then it is INT2 without extra.
+INT2 rows have ``extra`` = minimum and no centre. Digits rows spread a channel over slots (``u`` holds the powers of four), have
+the exact first channel as ``extra`` ("digits1": none) and the middle of each channel's range as centre. A trellis row decodes
+its codes first; then it is INT2 without extra.
 """
 
 from __future__ import annotations
@@ -47,10 +47,12 @@ class LayerMaps:
     Attributes:
         query_slots: ``[Hkv, D, S]``.
         query_sums: ``[Hkv, D, 3]``: to centre, direct and offset of a query.
-        query_noise: ``[Hkv, D, D]``: ``|q @ query_noise|^2 / 2`` times the squared scaling is the bonus before its limit; None = none.
+        query_noise: ``[Hkv, D, D]``: half of ``|q @ query_noise|^2`` times the squared scaling is the bonus before its limit;
+            None = no bonus.
         value_slots: ``[Hkv, S, Dv]``.
         value_sums: ``[Hkv, 3, Dv]``: centre, direct, mean.
         key_extra, value_extra: whether rows have a second number.
+        value_centre: whether the sum of probabilities times scales matters (values stored as digits).
         trellis: values are trellis-coded.
     """
 
@@ -61,6 +63,7 @@ class LayerMaps:
     value_sums: Tensor
     key_extra: bool
     value_extra: bool
+    value_centre: bool
     trellis: bool
 
 
@@ -90,6 +93,7 @@ def layer_maps(transform: LayerTransform) -> LayerMaps:
         value_sums=sums.float().contiguous(),
         key_extra=key.extra,
         value_extra=value.extra,
+        value_centre=bool(value.centre.any()),
         trellis=value_codec.spec.name == "trellis",
     )
 

@@ -4,8 +4,8 @@ One page holds ``page_size`` tokens of one layer; of each KV head these bytes, i
 
     page_size x key code bytes | page_size x key numbers | page_size x value code bytes | page_size x value numbers
 
-Row ``t`` of each part belongs to token ``t``; rows are those of the codecs (:mod:`oscar_kv.method.codecs`), cut in two. So codes
-of neighbouring tokens are neighbours in memory, aligned for wide loads, and a page costs exactly its rows.
+Row ``t`` of each part belongs to token ``t``; rows are those of the codecs (:mod:`oscar_kv.method.codecs`), cut in two. So
+codes of neighbouring tokens are neighbours in memory, aligned for wide loads, and a page costs exactly its rows.
 """
 
 from __future__ import annotations
@@ -73,17 +73,20 @@ def write_rows(pages: Tensor, layout: PageLayout, slots: Tensor, rows: Tensor) -
     """
     kept = slots >= 0
     page, token = slots[kept] // layout.page_size, slots[kept] % layout.page_size
-    for part, start, width in zip(rows[kept].split(layout.widths, -1), layout.offsets, layout.widths, strict=True):
-        size = layout.page_size * width
-        view = pages[:, :, start : start + size].unflatten(-1, (layout.page_size, width))  # [pages, Hkv, P, width]
+    for part, view in zip(torch.split(rows[kept], list(layout.widths), -1), _parts(pages, layout), strict=True):
         view[page, :, token] = part
 
 
 def read_rows(pages: Tensor, layout: PageLayout, slots: Tensor) -> Tensor:
     """The rows at these slots (none negative), uint8 ``[N, Hkv, key row bytes + value row bytes]``."""
     page, token = slots // layout.page_size, slots % layout.page_size
-    parts = []
+    return torch.cat([view[page, :, token] for view in _parts(pages, layout)], -1)
+
+
+def _parts(pages: Tensor, layout: PageLayout) -> list[Tensor]:
+    """The four parts of all pages, views ``[num_pages, Hkv, page_size, width]``."""
+    size = layout.page_size
+    views = []
     for start, width in zip(layout.offsets, layout.widths, strict=True):
-        view = pages[:, :, start : start + layout.page_size * width].unflatten(-1, (layout.page_size, width))
-        parts.append(view[page, :, token])
-    return torch.cat(parts, -1)
+        views.append(pages[:, :, start : start + size * width].view(*pages.shape[:2], size, width))
+    return views
