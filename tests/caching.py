@@ -13,7 +13,7 @@ from oscar_kv.config import OscarConfig
 from oscar_kv.geometry import model_geometry
 
 SINK, RECENT, SLACK = 4, 8, 4
-SMALL = OscarConfig(sink=SINK, recent=RECENT, slack=SLACK, page_size=8)
+SMALL = OscarConfig(sink=SINK, recent=RECENT, slack=SLACK, page_size=16)
 WINDOW = SINK + RECENT
 
 

@@ -245,7 +245,7 @@ def test_fault4_crop_deep_into_packed_history_reads_codes():
 )
 def test_fault29_prompt_lookup_decoding_equals_plain_greedy():
     model = tiny_model("llama", dtype=torch.float64)
-    artifact = artifact_for(model, OscarConfig(sink=SINK, recent=16, slack=8, page_size=8))
+    artifact = artifact_for(model, OscarConfig(sink=SINK, recent=16, slack=8, page_size=16))
     ids = prompt(8).repeat(1, 6)  # repetitive, so that proposals are made and rejected
     plain = generate(model, ids, OscarCache(artifact, model))
     assert torch.equal(generate(model, ids, OscarCache(artifact, model), prompt_lookup_num_tokens=4), plain)

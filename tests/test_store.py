@@ -350,7 +350,7 @@ class AnySequence(RuleBasedStateMachine):
     @precondition(lambda self: 0 < self.oracle.batch < 3)
     @rule(repeats=st.integers(1, 3))
     def repeat(self, repeats: int) -> None:
-        self.store.repeat(repeats)
+        self.store.select(torch.arange(self.oracle.batch).repeat_interleave(repeats))
         self.oracle.repeat(repeats)
 
     @precondition(lambda self: self.oracle.length > 20)

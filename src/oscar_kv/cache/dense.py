@@ -45,9 +45,6 @@ class DenseStore:
     def select(self, rows: Tensor) -> None:
         self._each(lambda t: t.index_select(0, rows.to(t.device)))
 
-    def repeat(self, repeats: int) -> None:
-        self._each(lambda t: t.repeat_interleave(repeats, 0))
-
     def _each(self, change: object) -> None:
         assert callable(change)
         if self.keys is not None and self.values is not None:

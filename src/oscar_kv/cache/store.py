@@ -69,7 +69,6 @@ class Store(Protocol):
     def history(self, ahead: int = 0) -> History: ...
     def crop(self, length: int) -> None: ...
     def select(self, rows: Tensor) -> None: ...
-    def repeat(self, repeats: int) -> None: ...
     def reset(self) -> None: ...
     @property
     def nbytes(self) -> int: ...
@@ -247,13 +246,9 @@ class PackedStore:
             self.pads = self.pads.clamp(max=length)
 
     def select(self, rows: Tensor) -> None:
-        """Keep or reorder batch rows: beams, finished sequences."""
+        """Keep, reorder or repeat batch rows: beams, finished sequences."""
         index = rows.to("cpu")
         self._each(lambda t: t.index_select(0, index.to(t.device)))
-
-    def repeat(self, repeats: int) -> None:
-        """Repeat each batch row ``repeats`` times, next to each other."""
-        self._each(lambda t: t.repeat_interleave(repeats, 0))
 
     @torch.inference_mode(False)
     def _each(self, change: object) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +24,13 @@ from ..cache.dense import DenseStore
 from ..cache.store import DECODE_BLOCK, Block, History, PackedStore, Store
 from ..config import OscarConfig
 from ..geometry import ModelGeometry, model_geometry
-from ..kernels.dispatch import tiered_attention
+from ..kernels.dispatch import IMPLEMENTATIONS, choose
+from ..kernels.need import Need
+from ..kernels.pages import PageLayout
+from ..kernels.reference import tiered_attention
+from ..method.transform import LayerTransform
+from .paged import PagedHandle, PagedStore
+from .paged_index import PagedIndices, left_padding
 
 
 class OscarCache(Cache):  # type: ignore[misc]
@@ -36,6 +43,9 @@ class OscarCache(Cache):  # type: ignore[misc]
         model: the ``PreTrainedModel`` that will use the cache.
         sink, recent, slack: override the artifact's windows. ``slack`` extra dense copies make ``crop`` by up to that many
             tokens exact; 0 saves their memory where nothing is cropped.
+        kernels: "auto" (the fastest kernels on a GPU that they serve, plain torch elsewhere), "off" (plain torch, a block of
+            history at a time), or the fastest implementation to consider: "cuda", "triton", "reference".
+        max_tokens: with kernels, room to make at once for so many tokens a row; 0 = grow as needed.
 
     Raises:
         ArtifactError: the artifact was made for another model.
@@ -55,11 +65,19 @@ class OscarCache(Cache):  # type: ignore[misc]
         sink: int | None = None,
         recent: int | None = None,
         slack: int | None = None,
+        kernels: str = "auto",
+        max_tokens: int = 0,
     ) -> None:
         windows = {"sink": sink, "recent": recent, "slack": slack}
         self.settings = artifact.config.with_(**{k: v for k, v in windows.items() if v is not None})
-        stores = {i: PackedStore(t, self.settings) for i, t in artifact.for_model(model).items()}
-        self._build(model, model_geometry(model.config), stores)
+        transforms, geometry = artifact.for_model(model), model_geometry(model.config)
+        paged, fastest = which_kernels(kernels, model, geometry, transforms, self.settings)
+        self.indices = PagedIndices(self.settings, max_tokens)
+        stores = {
+            i: PagedStore(t, self.settings, self.indices, fastest) if paged else PackedStore(t, self.settings)
+            for i, t in transforms.items()
+        }
+        self._build(model, geometry, stores)
 
     @classmethod
     def dense(cls, model: Any) -> OscarCache:
@@ -68,6 +86,7 @@ class OscarCache(Cache):  # type: ignore[misc]
         geometry.require_packable()
         self = cls.__new__(cls)
         self.settings = OscarConfig()
+        self.indices = PagedIndices(self.settings)
         self._build(model, geometry, {layer.index: DenseStore() for layer in geometry.packed})
         return self
 
@@ -124,6 +143,7 @@ class OscarCache(Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget all tokens and free their memory, in every layer."""
+        self.indices.reset()
         stock = self._stock_layers()
         for index, layer in enumerate(self.layers):
             if isinstance(layer, OscarLayer):
@@ -134,6 +154,23 @@ class OscarCache(Cache):  # type: ignore[misc]
     def _stock_layers(self) -> list[Any]:
         layers: list[Any] = DynamicCache(config=self._decoder_config).layers
         return layers
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take these rows of the batch, in this order."""
+        self.indices.select(beam_idx)
+        super().reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows of the batch; int64 or bool."""
+        self.indices.select(indices.nonzero().squeeze(-1) if indices.dtype == torch.bool else indices)
+        super().batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the batch, next to each other."""
+        batch = max((layer.batch_size for layer in self.layers if isinstance(layer, OscarLayer)), default=0)
+        if batch > 0:
+            self.indices.select(torch.arange(batch).repeat_interleave(repeats))
+        super().batch_repeat_interleave(repeats)
 
     def crop(self, tokens: int) -> None:
         """Remove tokens from the end.
@@ -162,7 +199,7 @@ class OscarCache(Cache):  # type: ignore[misc]
                 layer.crop(-remove)  # layers that may refuse come first, so that a refusal changes nothing
 
     @property
-    def stores(self) -> dict[int, Store]:
+    def stores(self) -> dict[int, Store | PagedStore]:
         """The packed (or, for :meth:`dense`, dense) stores by layer id."""
         return {i: layer.store for i, layer in enumerate(self.layers) if isinstance(layer, OscarLayer)}
 
@@ -173,8 +210,8 @@ class OscarCache(Cache):  # type: ignore[misc]
 
     @property
     def packed_nbytes(self) -> int:
-        """Allocated bytes of the layers this cache packs."""
-        return sum(store.nbytes for store in self.stores.values())
+        """Allocated bytes of the layers this cache packs, block tables included."""
+        return sum(store.nbytes for store in self.stores.values()) + self.indices.nbytes
 
     @property
     def other_nbytes(self) -> int:
@@ -195,6 +232,43 @@ class OscarCache(Cache):  # type: ignore[misc]
         return 8.0 * self.packed_nbytes / elements
 
 
+def which_kernels(
+    wanted: str, model: Any, geometry: ModelGeometry, transforms: dict[int, LayerTransform], config: OscarConfig
+) -> tuple[bool, str | None]:
+    """Whether a cache is laid out for kernels, and the fastest implementation to consider.
+
+    Raises:
+        ValueError: unknown kernels, or such that cannot serve this model.
+    """
+    if wanted not in ("auto", "off", *IMPLEMENTATIONS):
+        raise ValueError(f"unknown kernels {wanted!r}; known: auto, off, {', '.join(IMPLEMENTATIONS)}")
+    if wanted == "off" or (wanted == "auto" and model.device.type != "cuda"):
+        return False, None
+    fastest = None if wanted == "auto" else wanted
+    seen = set()
+    for index, transform in transforms.items():
+        num_heads = geometry.layers[index].num_heads
+        kind = (transform.key_codec, transform.value_codec, transform.key_dim, transform.value_dim, num_heads)
+        if kind in seen:
+            continue
+        seen.add(kind)
+        try:
+            layout = PageLayout.of(*transform.codecs(), config.page_size)
+            choices = choose(Need(transform.to(model.device), layout, model.dtype, num_heads), fastest)
+        except ValueError as error:
+            if wanted != "auto":
+                raise
+            reason = str(error)
+        else:
+            slow = [c for c in choices.values() if c.implementation == "reference"]
+            if wanted != "auto" or not slow:
+                continue
+            reason = f"{slow[0].operation}: {slow[0].reason}"
+        warnings.warn(f"OscarCache reads layer {index} without kernels, slowly ({reason})", stacklevel=3)
+        return False, None
+    return True, fastest
+
+
 class OscarLayer(CacheLayerMixin):  # type: ignore[misc]
     """One packed (or dense) layer behind transformers' cache-layer interface."""
 
@@ -203,7 +277,7 @@ class OscarLayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, store: Store, index: int) -> None:
+    def __init__(self, store: Store | PagedStore, index: int) -> None:
         super().__init__()
         self.store = store
         self.index = index
@@ -213,7 +287,7 @@ class OscarLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def packed(self) -> bool:
-        return isinstance(self.store, PackedStore)
+        return isinstance(self.store, (PackedStore, PagedStore))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Stores allocate on their first append."""
@@ -225,7 +299,7 @@ class OscarLayer(CacheLayerMixin):  # type: ignore[misc]
                 "between cache and attention, or a forward call was interrupted (reset() the cache)"
             )
         key_states, value_states = key_states.view_as(key_states), value_states.view_as(value_states)
-        handle = _Handle(self, key_states.shape[2])
+        handle = self._handle(key_states.shape[2])
         setattr(key_states, HANDLE, handle)
         setattr(value_states, HANDLE, handle)
         self._waiting = True
@@ -233,10 +307,14 @@ class OscarLayer(CacheLayerMixin):  # type: ignore[misc]
         self.batch_size = key_states.shape[0]
         return key_states, value_states
 
-    def take(self, key: Tensor, value: Tensor, padding: Tensor | None) -> None:
-        """Called by the attention function, which alone knows the padding."""
+    def _handle(self, tokens: int) -> Any:
+        if isinstance(self.store, PagedStore):
+            return PagedHandle(self.store, self.stepwise, self.taken)
+        return _Handle(self, self.store, tokens)
+
+    def taken(self) -> None:
+        """Called by the attention function once it has the keys."""
         self._waiting = False
-        self.store.append(key, value, padding)
 
     def activate_past_recording(self) -> None:
         """Assisted decoding announces itself: from now on, short calls are verified exactly as single steps would decode."""
@@ -276,8 +354,7 @@ class OscarLayer(CacheLayerMixin):  # type: ignore[misc]
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.store.repeat(repeats)
-        self.batch_size *= repeats
+        self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def offload(self) -> None:
         raise NotImplementedError("OscarCache does not offload: its packed history is small enough to stay on the device")
@@ -297,10 +374,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 class _Handle:
     """Travels on the key tensor from the cache to the attention function; layers that share keys share it."""
 
-    def __init__(self, layer: OscarLayer, tokens: int) -> None:
+    def __init__(self, layer: OscarLayer, store: Store, tokens: int) -> None:
         self.layer = layer
+        self.store = store
         self.taken = False
-        store = layer.store
         steps = tokens if layer.stepwise and isinstance(store, PackedStore) and tokens <= store.config.slack + 1 else 1
         self.histories = [store.history(ahead) for ahead in range(steps)]  # before the new tokens overwrite dense copies
 
@@ -313,7 +390,9 @@ class _Handle:
             )
         if not self.taken:
             self.taken = True
-            self.layer.take(call.key, call.value, left_padding(call.mask, start, tokens))
+            padding = None if call.mask is None else left_padding(call.mask, start, tokens)
+            self.layer.taken()
+            self.store.append(call.key, call.value, padding)
         if start == 0:
             return call.base()
         if self.histories[-1].all_dense:
@@ -332,7 +411,7 @@ class _Handle:
 
     def _tiered(self, call: AttentionCall, history: History, queries: slice) -> Tensor:
         """Output ``[B, Hq, T, Dv]`` of some of the call's queries."""
-        store = self.layer.store
+        store = self.store
         key, value = call.key[:, :, : queries.stop], call.value[:, :, : queries.stop]
         columns = torch.arange(history.start, history.start + queries.stop, device=key.device)
         present = [
@@ -351,17 +430,3 @@ class _Handle:
             sinks=call.sinks,
         )
         return output
-
-
-def left_padding(mask: Tensor | None, start: int, tokens: int) -> Tensor | None:
-    """How many of a call's tokens are left padding, by row, ``[B]``; None if no mask says so.
-
-    Args:
-        mask: bool ``[B, 1, T, columns]``.
-        start: column of the call's first token.
-        tokens: ``T``.
-    """
-    if mask is None:
-        return None
-    own = mask[:, 0].diagonal(start, dim1=-2, dim2=-1)[:, :tokens]  # whether each token sees itself: padding does not
-    return torch.where(own.any(-1), own.int().argmax(-1), tokens)

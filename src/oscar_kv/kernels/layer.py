@@ -45,6 +45,9 @@ class PagedLayer:
         self.choices = dispatch.choose(need, implementation)
         self._run = {operation: dispatch.load(choice, need) for operation, choice in self.choices.items()}
 
+    def __deepcopy__(self, memo: dict[int, object]) -> PagedLayer:
+        return self  # holds nothing of any token: copies of a cache share it
+
     def store(
         self,
         key: Tensor,
