@@ -24,6 +24,7 @@ _LAZY = {
     "OscarCache": "integrations.transformers",
     "OscarConfig": "config",
     "calibrate": "calibration.run",
+    "cuda_graphs": "integrations.graphs",
     "export_rotations": "rotationzoo",
     "import_rotations": "rotationzoo",
 }
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from .calibration.run import calibrate
     from .config import OscarConfig
     from .errors import InputError
+    from .integrations.graphs import cuda_graphs
     from .integrations.transformers import OscarCache
     from .rotationzoo import export_rotations, import_rotations
 

@@ -52,7 +52,7 @@ def generate(
         lm = source.weights()
         from ..integrations.transformers import OscarCache
 
-        cache = OscarCache(loaded, lm, slack=0)
+        cache = OscarCache(loaded, lm, slack=0, max_tokens=length + max_new_tokens)
         packed = continue_text(lm, tokenizer, ids, cache, max_new_tokens, progress, live=live)
         result: dict[str, Any] = {"model": source.short, "prompt_tokens": length, "oscar": packed}
         if compare:
@@ -169,7 +169,9 @@ def continue_text(
     progress.step(f"reading the prompt, {stage}")
     clock = Clock(told, inner)
     ids = ids.to(model.device)
-    with torch.inference_mode():
+    from ..integrations.graphs import cuda_graphs
+
+    with torch.inference_mode(), cuda_graphs(model):
         out = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),

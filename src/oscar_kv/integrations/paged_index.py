@@ -15,6 +15,10 @@ from ..config import OscarConfig
 
 GROWTH = 8  # the capacity grows by an eighth, or by GROWTH_TOKENS where that is more
 GROWTH_TOKENS = 256
+OTHER_MASK = (
+    "kernels read a packed history under causal masks with left padding only, and this mask hides something else: "
+    "use OscarCache(..., kernels='off')"
+)
 
 
 class PagedIndex:
@@ -142,11 +146,14 @@ class PagedIndex:
         visible = (column <= column[start:, None]) & (column >= self._pads[:, None, None])  # [B, T, columns]
         real = (column[start:] >= self._pads[:, None])[:, :, None]  # what padding sees does not matter
         if not bool(((mask[:, 0] == visible) | ~real).all()):
-            raise NotImplementedError(
-                "kernels read a packed history under causal masks with left padding only, and this mask hides something else: "
-                "use OscarCache(..., kernels='off')"
-            )
+            raise NotImplementedError(OTHER_MASK)
         self._checked = mask
+
+    def check_columns(self, mask: Tensor) -> None:
+        """As :meth:`check_mask`, of what a tokenizer calls the attention mask, ``[B, columns]``, 1 = real."""
+        column = torch.arange(mask.shape[1], device=mask.device)
+        if not bool(((mask != 0) == (column >= self._pads[:, None])).all()):
+            raise NotImplementedError(OTHER_MASK)
 
     @property
     def nbytes(self) -> int:
