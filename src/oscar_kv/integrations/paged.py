@@ -30,15 +30,19 @@ class PagedStore:
         transform: of the layer; moved to the device of the first keys.
         config: windows; ``page_size`` a multiple of 16 (of 32 for the CUDA kernel).
         indices: shared by the layers of a cache.
+        num_heads: query heads of the layer.
         kernels: the fastest implementation to consider, see :func:`oscar_kv.kernels.dispatch.choose`.
     """
 
     index: PagedIndex  # from the first keys on
 
-    def __init__(self, transform: LayerTransform, config: OscarConfig, indices: PagedIndices, kernels: str | None) -> None:
+    def __init__(
+        self, transform: LayerTransform, config: OscarConfig, indices: PagedIndices, num_heads: int, kernels: str | None
+    ) -> None:
         self.transform = transform
         self.config = config
         self.indices = indices
+        self.num_heads = num_heads
         self.kernels = kernels
         self.paged: PagedLayer | None = None
         self.reset()
@@ -49,7 +53,7 @@ class PagedStore:
         self.batch: int | None = None
         self.tensors: dict[str, Tensor] = {}  # pages, dense_key, dense_value
 
-    def open(self, key: Tensor, value: Tensor, num_heads: int) -> PagedLayer:
+    def open(self, key: Tensor, value: Tensor) -> PagedLayer:
         """The layer's kernels, and tensors for its tokens; the first call says on which device and in which dtype."""
         t = self.transform
         held = (self.tensors["dense_key"].dtype, self.tensors["dense_value"].dtype) if self.tensors else None
@@ -57,7 +61,7 @@ class PagedStore:
         if self.paged is None or self.paged.transform.key_in.device != key.device:
             self.transform, self.index = t.to(key.device), self.indices.on(key.device)
             self.paged = PagedLayer(
-                self.transform, self.config.page_size, dtype=key.dtype, num_heads=num_heads, implementation=self.kernels
+                self.transform, self.config.page_size, dtype=key.dtype, num_heads=self.num_heads, implementation=self.kernels
             )
         self.index.make_room(self.length + key.shape[2], key.shape[0], key.device)
         self._make_room(key, value)
@@ -82,6 +86,18 @@ class PagedStore:
             rows = old.view(self.batch, -1, *old.shape[1:])
             pages.view(self.batch, -1, *pages.shape[1:])[:, : rows.shape[1]] = rows
         self.tensors["pages"] = pages
+
+    @torch.no_grad()
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Store several tokens a row, ``[B, Hkv, T, D]`` and ``[B, Hkv, T, Dv]`` in model dtype, post-RoPE. Padding that the
+        index knows of is left out."""
+        layer, tokens = self.open(key, value), key.shape[2]
+        slots, dense_slots = self.index.slots(self.length, tokens)
+        key, value = flat(key), flat(value)
+        dense = self.tensors["dense_key"], self.tensors["dense_value"]
+        layer.store(key, value, self.tensors["pages"], slots.flatten(), *dense, dense_slots.flatten())
+        self.length += tokens
+        self.index.set_length(self.length)
 
     def tiers(self, dense: tuple[Tensor, Tensor] | None = None) -> PagedTiers:
         """What kernels read; ``dense`` = the dense pages as they were before."""
@@ -154,7 +170,7 @@ class PagedHandle:
             raise RuntimeError("this model changes values between cache and attention, so they cannot be packed")
         self.taken()
         tokens, store = call.key.shape[2], self.store
-        layer = store.open(call.key, call.value, call.query.shape[1])
+        layer = store.open(call.key, call.value)
         store.index.note_padding(call.mask, self.start, tokens)
         if self.start:
             store.index.check_mask(call.mask, self.start, tokens)
@@ -192,22 +208,17 @@ class PagedHandle:
         if not self.stored:
             before = [store.tensors[name] for name in ("dense_key", "dense_value")]
             self.windows = (before[0].clone(), before[1].clone()) if self.start else (before[0], before[1])
-        key, value, query = (x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (call.key, call.value, call.query))
-        index = store.index
-        slots, dense_slots = (x.flatten() for x in index.slots(self.start, tokens))
-        if not self.stored:
-            layer.store(
-                key, value, store.tensors["pages"], slots, store.tensors["dense_key"], store.tensors["dense_value"], dense_slots
-            )
+            store.append(call.key, call.value)
             self.stored = True
-            store.length = self.start + tokens
-        index.set_length(self.start + tokens)
         if not self.start:
             return None
+        index = store.index
+        query, key, value = flat(call.query), flat(call.key), flat(call.value)
         pads = index.pads or [0] * index.batch
         counts = [min(tokens, max(0, self.start + tokens - pad)) for pad in pads]
-        real = None if min(counts) == tokens else (slots >= 0).nonzero()[:, 0]  # without padding
-        if real is not None:
+        real = None  # which tokens are none of the padding, where some are
+        if min(counts) < tokens:
+            real = (index.slots(self.start, tokens)[0].flatten() >= 0).nonzero()[:, 0]
             query, key, value = query[real], key[real], value[real]
         bounds = torch.tensor([0, *counts], device=query.device).cumsum(0).int()
         out, _ = layer.prefill(
@@ -215,5 +226,10 @@ class PagedHandle:
             max_query_len=max(counts), scaling=call.scaling, softcap=call.softcap, sinks=call.sinks,
         )  # fmt: skip
         if real is not None:
-            out = out.new_zeros(len(slots), *out.shape[1:]).index_copy(0, real, out)
+            out = out.new_zeros(index.batch * tokens, *out.shape[1:]).index_copy(0, real, out)
         return out.view(index.batch, tokens, *out.shape[1:])
+
+
+def flat(x: Tensor) -> Tensor:
+    """``[B, H, T, D]`` to ``[B T, H, D]``."""
+    return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])

@@ -74,7 +74,9 @@ class OscarCache(Cache):  # type: ignore[misc]
         paged, fastest = which_kernels(kernels, model, geometry, transforms, self.settings)
         self.indices = PagedIndices(self.settings, max_tokens)
         stores = {
-            i: PagedStore(t, self.settings, self.indices, fastest) if paged else PackedStore(t, self.settings)
+            i: PagedStore(t, self.settings, self.indices, geometry.layers[i].num_heads, fastest)
+            if paged
+            else PackedStore(t, self.settings)
             for i, t in transforms.items()
         }
         self._build(model, geometry, stores)
