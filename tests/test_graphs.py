@@ -41,6 +41,12 @@ class Recorder:
         return next(iter(self.cache.indices.by_device.values()))
 
 
+@pytest.fixture
+def _cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "GRAPHED", ("cuda", "cpu"))
+
+
+@pytest.mark.usefixtures("_cpu_too")
 @pytest.mark.parametrize("lengths", [[20], [5, 21]], ids=["one", "padded"])
 @pytest.mark.parametrize("room", [64, 0], ids=["room", "growing"])
 def test_replayed_steps_are_the_eager_ones(lengths: list[int], room: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,9 +77,13 @@ def test_what_is_no_step_runs_as_always() -> None:
         assert torch.equal(generate(model, ids, OscarCache(artifact, model)), generate(model, ids, OscarCache(artifact, model)))
         model(input_ids=ids)
     assert graphs.why_not(OscarCache(artifact, model)).startswith("some layers")
-    assert graphs.why_not(OscarCache(artifact, model, kernels="reference")) == "it is empty"
+    cache = OscarCache(artifact, model, kernels="reference")
+    assert graphs.why_not(cache) == "it is empty"
+    generate(model, ids, cache, 3)
+    assert graphs.why_not(cache) == "it is on cpu"
 
 
+@pytest.mark.usefixtures("_cpu_too")
 def test_an_interrupted_capture_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", dtype=torch.float64)
     artifact = artifact_for(model)

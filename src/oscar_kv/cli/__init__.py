@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from .. import __version__
+from .bench import app as bench
 from .calibrate import calibrate
 from .demo import demo
 from .doctor import doctor
@@ -63,6 +64,7 @@ app.command("verify", cls=_Command)(verify)
 app.command("eval", cls=_Command)(evaluate)
 app.command("retrieval", cls=_Command)(retrieval)
 app.command("generate", cls=_Command)(generate)
+app.add_typer(bench, name="bench")
 app.command("import-rotations", cls=_Command)(import_command)
 app.command("export-rotations", cls=_Command)(export_command)
 app.command("doctor", cls=_Command)(doctor)

@@ -22,6 +22,7 @@ from .paged_index import PagedIndex
 from .transformers import OscarCache
 
 STEP = ("input_ids", "position_ids", "attention_mask")  # what may change from step to step
+GRAPHED = ("cuda",)  # kinds of devices
 SETTINGS = ("use_cache", "return_dict", "logits_to_keep")  # what is captured as it is
 
 
@@ -53,7 +54,8 @@ def why_not(cache: Any) -> str:
         return "some layers are not laid out for kernels (sliding or linear attention, or kernels='off')"
     if len(cache.indices.by_device) != 1:
         return "its layers are on several devices" if cache.indices.by_device else "it is empty"
-    return ""
+    (device,) = cache.indices.by_device
+    return "" if device.type in GRAPHED else f"it is on {device}"
 
 
 class _Step:

@@ -1,0 +1,1 @@
+"""``oscar bench``: kernels and whole decode steps, timed beside the fastest BF16 path of the machine, checked first."""

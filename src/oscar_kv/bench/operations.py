@@ -1,0 +1,207 @@
+"""The rows of ``oscar bench decode``, ``store`` and ``prefill``: one operation of one layer, checked, timed, compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.paged import paged_decode_reference, paged_prefill_reference
+from ..kernels.pages import read_rows
+from . import baselines
+from .synthetic import FilledCache, Geometry
+from .timing import Time, copies_for, timed
+
+CHECKED_ROWS = 2  # batch rows that are compared with the float64 reference
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-2, torch.float16: 4e-3}  # of the norm of an output row
+CODE_TOLERANCE = 1e-3  # share of rows that may differ from the codec's, whose transform is of higher precision
+
+
+def bench_decode(geometry: Geometry, codec: str, device: torch.device, kernels: str | None, bandwidth: float) -> dict[str, Any]:
+    """One query token a row over ``context`` tokens, its own included."""
+    g, cache = geometry, FilledCache(geometry, codec, device, kernels)
+    scaling = g.head_dim**-0.5
+    sets = cache.rotated(copies_for(cache.bytes_read, device))
+    queries = [cache.new_queries(g.batch) for _ in sets]
+    with poisoned():
+        out, _ = cache.layer.decode(queries[0], sets[0], scaling=scaling)
+    few = min(CHECKED_ROWS, g.batch)
+    tiers = sets[0]
+    some = replace(tiers, table=tiers.table[:few], dense_table=tiers.dense_table[:few], lengths=tiers.lengths[:few])
+    expected, _ = paged_decode_reference(queries[0][:few], some, cache.layer.layout, cache.transform, scaling=scaling)
+    error = relative(out[:few], expected)
+    del expected
+    calls = [partial(cache.layer.decode, q, t, scaling=scaling) for q, t in zip(queries, sets, strict=True)]
+    time = timed(calls, device)
+    del calls
+    nbytes = cache.bytes_read
+    del sets
+    name, base = _baseline_decode(geometry, device, scaling)
+    kernel = cache.layer.choices["decode"].implementation
+    return row("decode", codec, g, kernel, time, name, base, nbytes, bandwidth, error, TOLERANCE[g.dtype])
+
+
+def _baseline_decode(g: Geometry, device: torch.device, scaling: float) -> tuple[str, Time | None]:
+    shape = (g.batch, g.num_kv_heads, g.context, g.head_dim)
+    nbytes = 2 * torch.Size(shape).numel() * g.dtype.itemsize
+    sets = [
+        (
+            torch.randn(g.batch, g.num_heads, 1, g.head_dim, device=device).to(g.dtype),
+            noise(shape, g, device),
+            noise(shape, g, device),
+        )
+        for _ in range(copies_for(nbytes, device))
+    ]
+    return fastest(baselines.usable(baselines.decode_paths(scaling, device), *sets[0]), sets, device)
+
+
+def bench_prefill(
+    geometry: Geometry, tokens: int, codec: str, device: torch.device, kernels: str | None, bandwidth: float
+) -> dict[str, Any]:
+    """``tokens`` new tokens a row over ``context`` earlier ones."""
+    g, cache = geometry, FilledCache(geometry, codec, device, kernels)
+    scaling, count = g.head_dim**-0.5, g.batch * tokens
+    table_width = -(-(g.context + tokens) // g.page_size)
+    spare = torch.zeros(g.batch, table_width, dtype=torch.int32, device=device)
+    spare[:, : cache.table.shape[1]] = cache.table  # pages of the new tokens are not read
+    dense = torch.zeros(g.batch, -(-(g.context + tokens) // g.dense_page_size), dtype=torch.int32, device=device)
+    dense[:, : cache.dense_table.shape[1]] = cache.dense_table
+    tiers = replace(cache.tiers(), table=spare, dense_table=dense, lengths=cache.lengths + tokens)
+    query, key, value = cache.new_queries(count), cache.new_keys(count), cache.new_values(count)
+    bounds = torch.arange(g.batch + 1, device=device, dtype=torch.int32) * tokens
+
+    def run() -> tuple[Tensor, Tensor]:
+        return cache.layer.prefill(query, key, value, tiers, bounds, max_query_len=tokens, scaling=scaling)
+
+    with poisoned():
+        out, _ = run()
+    one = replace(tiers, table=spare[:1], dense_table=dense[:1], lengths=tiers.lengths[:1])
+    expected, _ = paged_prefill_reference(
+        query[:tokens], key[:tokens], value[:tokens], one, cache.layer.layout, cache.transform, bounds[:2], scaling=scaling
+    )
+    error = relative(out[:tokens], expected)
+    del expected
+    time = timed([run], device, 10)
+    shape = (g.batch, g.num_kv_heads, g.context + tokens, g.head_dim)
+    q = torch.randn(g.batch, g.num_heads, tokens, g.head_dim, device=device).to(g.dtype)
+    sets = [(q, noise(shape, g, device), noise(shape, g, device))]
+    name, base = fastest(baselines.usable(baselines.prefill_paths(scaling, device), *sets[0]), sets, device, 10)
+    kernel = cache.layer.choices["prefill"].implementation
+    found = row("prefill", codec, g, kernel, time, name, base, cache.bytes_read, bandwidth, error, TOLERANCE[g.dtype])
+    pairs = g.batch * tokens * (g.context + (tokens + 1) / 2)
+    return found | {"tokens": tokens, "tflops": 4e-6 * pairs * g.num_heads * g.head_dim / time.us}
+
+
+def bench_store(
+    geometry: Geometry, tokens: int, codec: str, device: torch.device, kernels: str | None, bandwidth: float
+) -> dict[str, Any]:
+    """``tokens`` new tokens a row into packed and dense pages; the baseline writes them, raw, to pages of the model's dtype."""
+    g = replace(geometry, context=max(geometry.page_size, tokens))
+    cache = FilledCache(g, codec, device, kernels)
+    count = g.batch * tokens
+    at = (torch.arange(g.context - tokens, g.context, device=device)).expand(g.batch, -1)
+    slots = (cache.table.long().gather(1, at // g.page_size) * g.page_size + at % g.page_size).flatten()
+    cells = cache.dense_table.long().gather(1, at // g.dense_page_size) * g.dense_page_size + at % g.dense_page_size
+    cells = torch.where(at >= g.context - g.recent, cells, -1).flatten()
+    key, value = cache.new_keys(count), cache.new_values(count)
+    pages = torch.full_like(cache.pages, 255)  # poisoned
+
+    def run() -> None:
+        cache.layer.store(key, value, pages, slots, cache.dense_key, cache.dense_value, cells)
+
+    run()
+    few = slice(0, 4096)
+    codecs = cache.transform.codecs()
+    sides = (
+        cache.transform.transform_key(key[few].transpose(0, 1)),
+        cache.transform.transform_value(value[few].transpose(0, 1)),
+    )
+    expected = torch.cat([c.encode(x.float()[None])[0] for c, x in zip(codecs, sides, strict=True)], -1).transpose(0, 1)
+    error = float((read_rows(pages, cache.layer.layout, slots[few]) != expected).any(-1).float().mean())
+    time = timed([run] * 8, device)
+    flat = [torch.zeros(pages.shape[0] * g.page_size, g.num_kv_heads, g.head_dim, dtype=g.dtype, device=device) for _ in "kv"]
+
+    def plain() -> None:
+        flat[0].index_copy_(0, slots, key)
+        flat[1].index_copy_(0, slots, value)
+
+    base = timed([plain] * 8, device)
+    nbytes = (
+        key.nbytes
+        + value.nbytes
+        + count * g.num_kv_heads * sum(cache.layer.layout.widths)
+        + int((cells >= 0).sum()) * key[0].nbytes * 2
+    )
+    kernel = cache.layer.choices["store"].implementation
+    baseline = "index_copy_ of raw keys and values"
+    found = row("store", codec, g, kernel, time, baseline, base, nbytes, bandwidth, error, CODE_TOLERANCE)
+    return found | {"context": tokens, "error_is": "share of rows whose bytes differ from the codec's on a float64 transform"}
+
+
+def fastest(
+    paths: dict[str, baselines.Attention], sets: list[tuple[Tensor, Tensor, Tensor]], device: torch.device, repeats: int = 30
+) -> tuple[str, Time | None]:
+    """Name and time of the fastest path; none if none runs."""
+    times = {name: timed([partial(path, *s) for s in sets], device, repeats) for name, path in paths.items()}
+    if not times:
+        return "none runs here", None
+    name = min(times, key=lambda name: times[name].us)
+    return name, times[name]
+
+
+def row(
+    op: str, codec: str, g: Geometry, kernel: str, time: Time, baseline: str, base: Time | None, nbytes: int, bandwidth: float,
+    error: float, tolerance: float,
+) -> dict[str, Any]:  # fmt: skip
+    """What is reported of one measurement; a speed-up only beside a right result."""
+    correct = error <= tolerance
+    return {
+        "op": op,
+        "codec": codec,
+        "kernel": kernel,
+        "batch": g.batch,
+        "context": g.context,
+        "num_heads": g.num_heads,
+        "num_kv_heads": g.num_kv_heads,
+        "head_dim": g.head_dim,
+        "dtype": str(g.dtype).removeprefix("torch."),
+        "sink": g.sink,
+        "recent": g.recent,
+        "us": time.us if correct else None,
+        "us_spread": [time.low, time.high] if correct else None,
+        "baseline": baseline,
+        "baseline_us": base.us if base else None,
+        "speedup": base.us / time.us if base and correct else None,
+        "bytes": nbytes,
+        "gb_per_s": 1e-3 * nbytes / time.us if correct else None,
+        "read_bandwidth_share": 1e6 * nbytes / time.us / bandwidth if correct else None,
+        "max_error": error,
+        "tolerance": tolerance,
+        "correct": correct,
+    }
+
+
+def relative(out: Tensor, expected: Tensor) -> float:
+    """Largest error of an output row, relative to the row's norm; not finite counts as infinite."""
+    error = ((out.double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-9)).max()
+    return float(error) if bool(error.isfinite()) else float("inf")
+
+
+def noise(shape: tuple[int, ...], g: Geometry, device: torch.device) -> Tensor:
+    return torch.randn(shape, dtype=g.dtype, device=device)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Within this context uninitialised memory of torch.empty is NaN, so that what a kernel does not write shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills new memory, by a default of torch
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
