@@ -26,6 +26,7 @@ _LAZY = {
     "calibrate": "calibration.run",
     "cuda_graphs": "integrations.graphs",
     "export_rotations": "rotationzoo",
+    "fold": "folding",
     "import_rotations": "rotationzoo",
 }
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .calibration.run import calibrate
     from .config import OscarConfig
     from .errors import InputError
+    from .folding import fold
     from .integrations.graphs import cuda_graphs
     from .integrations.transformers import OscarCache
     from .rotationzoo import export_rotations, import_rotations

@@ -51,6 +51,7 @@ class ModelGeometry:
     Attributes:
         layers: by index; those of a model that is refused as a whole are all "refused".
         refusal: why nothing of this model is packed; empty if something is.
+        folded: which artifact's value transforms are in the weights (:func:`oscar_kv.folding.fold`); empty if none.
     """
 
     architecture: str
@@ -60,6 +61,7 @@ class ModelGeometry:
     hidden_size: int
     vocab_size: int
     refusal: str = ""
+    folded: str = ""
 
     @property
     def packed(self) -> tuple[LayerGeometry, ...]:
@@ -81,9 +83,13 @@ class ModelGeometry:
             "layers": [{k: v for k, v in asdict(layer).items() if k not in ("reason", "window")} for layer in self.layers],
             "rope": self.rope,
         }
+        if self.folded:
+            fields["folded"] = self.folded
         fields["config_hash"] = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
         return fields
 
+
+FOLDED = "oscar_kv_folded"  # field of the decoder's config
 
 _KINDS = {
     "DynamicLayer": "full",
@@ -134,6 +140,7 @@ def model_geometry(config: Any) -> ModelGeometry:
         hidden_size=int(getattr(text, "hidden_size", 0)),
         vocab_size=int(getattr(text, "vocab_size", 0)),
         refusal=refusal,
+        folded=str(getattr(text, FOLDED, None) or ""),
     )
 
 

@@ -20,7 +20,7 @@ from ..method.statistics import LayerMoments, MomentAccumulator
 READ_ROWS = 256  # query positions of a sequence at which attention is looked at for the read moments
 
 # Names under which output projections go; the one whose input width fits is taken.
-_OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
+OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 
 
 @torch.inference_mode()
@@ -119,7 +119,7 @@ def output_metric(module: nn.Module, num_heads: int, num_kv_heads: int, dim: int
 
     ``W_o,h = weight[:, h D : (h + 1) D]^T`` of the output projection. Identity where none is found (or it is quantized).
     """
-    for name in _OUTPUT_NAMES:
+    for name in OUTPUT_NAMES:
         weight = getattr(getattr(module, name, None), "weight", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
             continue
