@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -131,3 +133,15 @@ def test_rotations_and_times():
     assert isinstance(time, Time)
     assert len(calls) == 2 * (3 + 5)
     assert time.low <= time.us <= time.high
+
+
+CELLS = runpy.run_path(str(Path(__file__).parent.parent / "benchmarks" / "kernels" / "layers.py"))["CELLS"]
+
+
+@pytest.mark.parametrize("op", list(CELLS))
+def test_every_cell_of_the_driver_is_a_call_of_the_command(op):
+    small = ["--batch", "1", "--context", "40"] if op != "store" else ["--batch", "1"]
+    small += ["--shape", "tiny", "--steps", "1"] if op == "generate" else [*SMALL, "--kernels", "reference"]
+    small += ["--tokens", "4"] if op in ("store", "prefill") else []
+    for cell in CELLS[op]:
+        run("bench", op, *cell, *small)
