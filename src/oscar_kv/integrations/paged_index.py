@@ -131,6 +131,15 @@ class PagedIndex:
             self.lengths.fill_(columns).sub_(self._pads).clamp_(min=0)
             self.held = columns
 
+    def crop(self, columns: int) -> None:
+        """Count so many columns. A row whose padding reached as far has no real token left: later masks say what it gets."""
+        self.set_length(columns)
+        pads = [min(pad, columns) for pad in self.pads or [0] * self.batch]
+        if self.pads is not None and pads != self.pads:
+            self.pads, self._checked = pads, None
+            self._pads.clamp_(max=columns)
+        self.knows_padding = max(pads) < columns
+
     def check_mask(self, mask: Tensor | None, start: int, tokens: int) -> None:
         """Kernels know left padding and causality.
 
