@@ -110,3 +110,13 @@ def test_after_a_crop_into_the_padding_the_next_mask_says_what_is_padding(settin
                 ).logits
         outputs.append(out)
     assert difference(outputs) < CLOSE
+
+
+@pytest.mark.parametrize("lead", [0, 4], ids=["some", "all"])
+def test_padding_that_comes_one_token_at_a_time_is_no_token(setting, lead):
+    """``lead`` columns are padding in every row."""
+    model, outputs = setting[0], []
+    ids, mask = (torch.nn.functional.pad(x, (lead, 0)) for x in padded([5, 21]))
+    for cache in both(setting):
+        outputs.append(decode(model, ids, cache, None, mask)[mask.bool()])
+    assert difference(outputs) < CLOSE

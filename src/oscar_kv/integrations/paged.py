@@ -183,7 +183,7 @@ class PagedHandle:
             if call.module.training and call.kwargs.get("dropout"):
                 raise NotImplementedError("attention dropout is not supported over packed history: call model.eval()")
         steps = tokens if self.stepwise and self.start and tokens <= store.config.slack + 1 else 1
-        if self.start and (tokens == 1 or steps > 1):
+        if self.start and (tokens == 1 or steps > 1) and store.index.knows_padding:  # else some tokens are still padding
             outputs = [self._step(layer, call, t) for t in range(tokens)]
             self.stored = True
             store.length = self.start + tokens
