@@ -120,3 +120,26 @@ def test_padding_that_comes_one_token_at_a_time_is_no_token(setting, lead):
     for cache in both(setting):
         outputs.append(decode(model, ids, cache, None, mask)[mask.bool()])
     assert difference(outputs) < CLOSE
+
+
+def test_rows_changed_in_an_empty_cache_are_those_of_no_token(setting):
+    model, outputs = setting[0], []
+    for cache in both(setting):
+        ids, mask = padded([5, 21])
+        decode(model, ids, cache, [21], mask)
+        cache.reset()
+        cache.batch_repeat_interleave(2)
+        outputs.append(decode(model, prompt(40, batch=2), cache, [30] + [1] * 10))
+    assert difference(outputs) < CLOSE
+
+
+def test_rows_changed_in_inference_mode_go_on_outside_it(setting):
+    model, name = setting[0], cache_argument(type(setting[0]).forward)
+    outputs = []
+    for cache in both(setting):
+        with torch.inference_mode():
+            model(input_ids=prompt(30), **{name: cache})
+            cache.batch_repeat_interleave(2)
+        with torch.no_grad():
+            outputs.append(model(input_ids=prompt(1, batch=2), **{name: cache}).logits)
+    assert difference(outputs) < CLOSE

@@ -169,8 +169,11 @@ class PagedIndex:
         """Of the tables."""
         return sum(t.nbytes for t in (self.table, self.dense_table, self.lengths, self._pads)) if self.batch else 0
 
+    @torch.inference_mode(False)
     def select(self, rows: Tensor) -> None:
         """Keep or reorder rows, once for all layers; see :meth:`PagedStore.select`, which follows."""
+        if not self.batch:
+            return
         rows = rows.to(self._pads.device)
         if self.pads is not None:
             self.pads = [self.pads[i] for i in rows.tolist()]
