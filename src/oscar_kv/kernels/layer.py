@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -24,6 +27,7 @@ class PagedLayer:
 
     Attributes:
         layout: of the packed pages.
+        transform, dtype: as given.
         choices: by operation ("store", "decode", "prefill"), which implementation runs and why none above it.
 
     Raises:
@@ -39,7 +43,7 @@ class PagedLayer:
         num_heads: int,
         implementation: str | None = None,
     ) -> None:
-        self.transform = transform
+        self.transform, self.dtype = transform, dtype
         self.layout = PageLayout.of(*transform.codecs(), page_size)
         need = Need(transform, self.layout, dtype, num_heads)
         self.choices = dispatch.choose(need, implementation)
@@ -67,14 +71,16 @@ class PagedLayer:
             dense_key, dense_value: ``[num_dense_pages, dense_page_size, Hkv, D]`` and ``[.., Dv]``; or none of the three.
             dense_slots: int64 ``[N]`` likewise for the dense pages.
         """
-        self._run["store"](key, value, pages, slots, dense_key, dense_value, dense_slots)
+        with _there(key):
+            self._run["store"](key, value, pages, slots, dense_key, dense_value, dense_slots)
 
     def decode(
         self, query: Tensor, tiers: PagedTiers, *, scaling: float, softcap: float | None = None, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """One query token a row, its own key and value already in the dense pages: output ``[B, Hq, Dv]`` in the query's dtype
         and log-sum-exp ``[B, Hq]`` in float32; see :func:`oscar_kv.kernels.paged.paged_decode_reference`."""
-        out, lse = self._run["decode"](query, tiers, scaling=scaling, softcap=softcap, sinks=sinks)
+        with _there(query):
+            out, lse = self._run["decode"](query, tiers, scaling=scaling, softcap=softcap, sinks=sinks)
         return out, lse
 
     def prefill(
@@ -93,8 +99,17 @@ class PagedLayer:
         """New tokens of several rows over their histories and themselves, causal: output ``[N, Hq, Dv]`` in the query's dtype
         and log-sum-exp ``[N, Hq]`` in float32; see :func:`oscar_kv.kernels.paged.paged_prefill_reference`. ``max_query_len`` is
         the most new tokens of any row."""
-        out, lse = self._run["prefill"](
-            query, key, value, tiers, query_start_loc,
-            max_query_len=max_query_len, scaling=scaling, softcap=softcap, sinks=sinks,
-        )  # fmt: skip
+        with _there(query):
+            out, lse = self._run["prefill"](
+                query, key, value, tiers, query_start_loc,
+                max_query_len=max_query_len, scaling=scaling, softcap=softcap, sinks=sinks,
+            )  # fmt: skip
         return out, lse
+
+
+@contextmanager
+def _there(tensor: Tensor) -> Iterator[None]:
+    """Kernels are launched on the current device, which in a model spread over several is not each layer's; and what they
+    compute in float32 is none of autocast's business."""
+    with torch.cuda.device_of(tensor), torch.autocast(tensor.device.type, enabled=False):  # type: ignore[no-untyped-call]
+        yield
