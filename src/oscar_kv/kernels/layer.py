@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -44,6 +46,8 @@ class PagedLayer:
         need = Need(transform, self.layout, dtype, num_heads)
         self.choices = dispatch.choose(need, implementation)
         self._run = {operation: dispatch.load(choice, need) for operation, choice in self.choices.items()}
+        # kernels are launched on torch's current device, which with several need not be the layer's
+        self._on_device = torch.cuda.device(need.device) if need.device.type == "cuda" else nullcontext()
 
     def __deepcopy__(self, memo: dict[int, object]) -> PagedLayer:
         return self  # holds nothing of any token: copies of a cache share it
@@ -67,14 +71,16 @@ class PagedLayer:
             dense_key, dense_value: ``[num_dense_pages, dense_page_size, Hkv, D]`` and ``[.., Dv]``; or none of the three.
             dense_slots: int64 ``[N]`` likewise for the dense pages.
         """
-        self._run["store"](key, value, pages, slots, dense_key, dense_value, dense_slots)
+        with self._on_device:
+            self._run["store"](key, value, pages, slots, dense_key, dense_value, dense_slots)
 
     def decode(
         self, query: Tensor, tiers: PagedTiers, *, scaling: float, softcap: float | None = None, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """One query token a row, its own key and value already in the dense pages: output ``[B, Hq, Dv]`` in the query's dtype
         and log-sum-exp ``[B, Hq]`` in float32; see :func:`oscar_kv.kernels.paged.paged_decode_reference`."""
-        out, lse = self._run["decode"](query, tiers, scaling=scaling, softcap=softcap, sinks=sinks)
+        with self._on_device:
+            out, lse = self._run["decode"](query, tiers, scaling=scaling, softcap=softcap, sinks=sinks)
         return out, lse
 
     def prefill(
@@ -93,8 +99,9 @@ class PagedLayer:
         """New tokens of several rows over their histories and themselves, causal: output ``[N, Hq, Dv]`` in the query's dtype
         and log-sum-exp ``[N, Hq]`` in float32; see :func:`oscar_kv.kernels.paged.paged_prefill_reference`. ``max_query_len`` is
         the most new tokens of any row."""
-        out, lse = self._run["prefill"](
-            query, key, value, tiers, query_start_loc,
-            max_query_len=max_query_len, scaling=scaling, softcap=softcap, sinks=sinks,
-        )  # fmt: skip
+        with self._on_device:
+            out, lse = self._run["prefill"](
+                query, key, value, tiers, query_start_loc,
+                max_query_len=max_query_len, scaling=scaling, softcap=softcap, sinks=sinks,
+            )  # fmt: skip
         return out, lse
