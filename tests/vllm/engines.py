@@ -1,7 +1,7 @@
 """A tiny model with an artifact, engines that serve it, and what they should answer.
 
-`make test-vllm` installs a vLLM and runs this folder with this file as a pytest plugin (``-p engines``), so that the environment
-is set before vLLM is imported; `make test` does not collect it.
+`make test-vllm` installs a vLLM and runs this folder with this file as a pytest plugin (``-p engines``), so that the
+environment is set before vLLM is imported; `make test` does not collect it.
 """
 
 from __future__ import annotations

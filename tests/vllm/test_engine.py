@@ -8,6 +8,7 @@ from engines import NEAR, RECENT, SINK, ask, assert_exact, assert_no_leak, core,
 
 from oscar_kv.integrations.vllm.dense import DenseTier, DenseTierSpec
 
+
 @pytest.fixture(scope="module")
 def llm(tiny):
     with engine(tiny) as started:
@@ -56,7 +57,7 @@ def dense_manager(llm):
 def test_the_cache_is_as_large_as_the_report_says(llm, tiny):
     spec = dense_manager(llm).kv_cache_spec
     packed = next(layer for layer in layers(llm).values() if not isinstance(layer, DenseTier))
-    blocks, heads, tokens, width = packed.kv_cache.shape
+    _, heads, tokens, width = packed.kv_cache.shape
     assert packed.kv_cache.dtype == torch.uint8
     assert heads * width == spec.sizes.packed_token_bytes
     assert tokens == spec.sizes.packed_block_size == 128

@@ -20,6 +20,7 @@ from .generate import generate
 from .inspect import inspect
 from .retrieval import retrieval
 from .rotations import export_command, import_command
+from .serve import serve
 from .verify import verify
 
 app = typer.Typer(
@@ -63,6 +64,7 @@ app.command("verify", cls=_Command)(verify)
 app.command("eval", cls=_Command)(evaluate)
 app.command("retrieval", cls=_Command)(retrieval)
 app.command("generate", cls=_Command)(generate)
+app.command("serve", cls=_Command)(serve)
 app.command("import-rotations", cls=_Command)(import_command)
 app.command("export-rotations", cls=_Command)(export_command)
 app.command("doctor", cls=_Command)(doctor)

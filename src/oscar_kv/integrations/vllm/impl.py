@@ -80,7 +80,9 @@ class OscarImpl(AttentionImpl):  # type: ignore[misc]
     def _prepare(self, layer: Any, device: torch.device) -> PagedLayer:
         """Matrices on the device and kernels chosen, at the first call: while vLLM measures memory, before any capture."""
         if self._paged is None:
-            bound = layer.kv_cache.dim() == 4  # before, the config has the size that pages will have; later, the smallest group's
+            bound = (
+                layer.kv_cache.dim() == 4
+            )  # before, the config has the size that pages will have; later, the smallest group's
             page = layer.kv_cache.shape[2] if bound else self._config.cache_config.block_size
             transform = self.plan.layer(extract_layer_index(layer.layer_name), self.num_kv_heads).to(device)
             self._paged = PagedLayer(
