@@ -21,6 +21,7 @@ from .generate import generate
 from .inspect import inspect
 from .retrieval import retrieval
 from .rotations import export_command, import_command
+from .serve import serve
 from .verify import verify
 
 app = typer.Typer(
@@ -65,6 +66,7 @@ app.command("eval", cls=_Command)(evaluate)
 app.command("retrieval", cls=_Command)(retrieval)
 app.command("generate", cls=_Command)(generate)
 app.add_typer(bench, name="bench")
+app.command("serve", cls=_Command)(serve)
 app.command("import-rotations", cls=_Command)(import_command)
 app.command("export-rotations", cls=_Command)(export_command)
 app.command("doctor", cls=_Command)(doctor)
