@@ -50,6 +50,7 @@ class PagedStore:
     def reset(self) -> None:
         """Forget everything and free the memory. The cache resets the indices."""
         self.length = 0
+        self.reached = 0  # columns written since the dense pages last held all of their window; kept up to date by crops
         self.batch: int | None = None
         self.tensors: dict[str, Tensor] = {}  # pages, dense_key, dense_value
 
@@ -112,11 +113,14 @@ class PagedStore:
         window has lost its dense copies, and its codes, decoded, take their place."""
         check_crop(length, self.length)
         ring = self.config.recent + self.config.slack
-        lost = self.length - ring  # columns below have no copy
+        self.reached = max(self.reached, self.length)
+        lost = self.reached - ring  # columns below have no copy, also after an earlier crop
         self.length = length
-        self.index.set_length(length)
-        if length and lost > length - self.config.recent:
-            self._refill(max(0, length - ring), min(lost, length))
+        self.index.crop(length)
+        if lost > max(0, length - self.config.recent):
+            if length:
+                self._refill(max(0, length - ring), min(lost, length))
+            self.reached = length
 
     @torch.inference_mode(False)
     def _refill(self, lo: int, hi: int) -> None:
@@ -179,7 +183,7 @@ class PagedHandle:
             if call.module.training and call.kwargs.get("dropout"):
                 raise NotImplementedError("attention dropout is not supported over packed history: call model.eval()")
         steps = tokens if self.stepwise and self.start and tokens <= store.config.slack + 1 else 1
-        if self.start and (tokens == 1 or steps > 1):
+        if self.start and (tokens == 1 or steps > 1) and store.index.knows_padding:  # else some tokens are still padding
             outputs = [self._step(layer, call, t) for t in range(tokens)]
             self.stored = True
             store.length = self.start + tokens

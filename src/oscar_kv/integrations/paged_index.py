@@ -131,6 +131,15 @@ class PagedIndex:
             self.lengths.fill_(columns).sub_(self._pads).clamp_(min=0)
             self.held = columns
 
+    def crop(self, columns: int) -> None:
+        """Count so many columns. A row whose padding reached as far has no real token left: later masks say what it gets."""
+        self.set_length(columns)
+        pads = [min(pad, columns) for pad in self.pads or [0] * self.batch]
+        if self.pads is not None and pads != self.pads:
+            self.pads, self._checked = pads, None
+            self._pads.clamp_(max=columns)
+        self.knows_padding = max(pads) < columns
+
     def check_mask(self, mask: Tensor | None, start: int, tokens: int) -> None:
         """Kernels know left padding and causality.
 
@@ -160,8 +169,11 @@ class PagedIndex:
         """Of the tables."""
         return sum(t.nbytes for t in (self.table, self.dense_table, self.lengths, self._pads)) if self.batch else 0
 
+    @torch.inference_mode(False)
     def select(self, rows: Tensor) -> None:
         """Keep or reorder rows, once for all layers; see :meth:`PagedStore.select`, which follows."""
+        if not self.batch:
+            return
         rows = rows.to(self._pads.device)
         if self.pads is not None:
             self.pads = [self.pads[i] for i in rows.tolist()]
