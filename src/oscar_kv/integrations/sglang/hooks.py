@@ -91,18 +91,6 @@ def build_pool(original: Callable[..., Any], configurator: Any, **kwargs: Any) -
     return original(configurator, **{**kwargs, "mha_pool_class": serving.pool_class(OscarKVPool)})
 
 
-def create_backend(runner: Any) -> Any:
-    """SGLang's factory of the attention backend."""
-    serving = current()
-    if serving is None:
-        from ...errors import InputError
-
-        raise InputError(f"--attention-backend {NAME} reads a 2-bit KV cache: add --kv-cache-dtype {NAME}")
-    from .backend import OscarBackend
-
-    return OscarBackend(runner, serving)
-
-
 def uses_triton(original: Callable[..., Any], backend: str) -> Any:
     """AROUND ``support_triton``: on a CPU, SGLang's own bookkeeping runs in torch."""
     if backend != NAME:

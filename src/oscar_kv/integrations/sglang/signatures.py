@@ -71,20 +71,21 @@ def problem() -> str:
     return ""
 
 
-def _resolve(path: str) -> Any:
+def resolve(path: str) -> Any:
+    """What a dotted path names."""
     owner, name = path.rsplit(".", 1)
     return getattr(pkgutil.resolve_name(owner), name)
 
 
 def _call_differs(path: str, expected: list[str]) -> str:
     try:
-        found = list(inspect.signature(_resolve(path)).parameters)
+        found = list(inspect.signature(resolve(path)).parameters)
     except Exception as error:  # whatever importing a foreign module raises
         return f"{path} cannot be read ({type(error).__name__}: {error})"
     return "" if found == expected else f"{path} takes {found}, expected {expected}"
 
 
 def _fields_lack(path: str, names: list[str]) -> str:
-    found = {field.name for field in dataclasses.fields(_resolve(path))}
+    found = {field.name for field in dataclasses.fields(resolve(path))}
     missing = [name for name in names if name not in found]
     return f"{path} has no field {missing[0]!r}" if missing else ""
