@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_transform
+from test_docs import ROOT, table
 
 from oscar_kv.artifact import Artifact
-from oscar_kv.config import OscarConfig
+from oscar_kv.config import DEFAULTS, OscarConfig
 from oscar_kv.errors import InputError
 from oscar_kv.integrations.sglang import plugin, refusals, signatures
+from oscar_kv.integrations.sglang.arena import arena_bytes
 from oscar_kv.integrations.sglang.layers import local_heads, shard
 from oscar_kv.integrations.sglang.serving import window_shape
 from oscar_kv.integrations.sglang.settings import OPTIONS, Settings, add_flags
+from oscar_kv.integrations.sglang.windows import WindowShape
 
 
 @pytest.fixture
@@ -181,3 +184,36 @@ def test_a_known_release_that_looks_otherwise_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(signatures, "CALLS", {})
     monkeypatch.setattr(signatures, "FIELDS", {"oscar_kv.config.OscarConfig": "sink rescent"})
     assert "oscar_kv.config.OscarConfig has no field 'rescent'" in signatures.problem()
+
+
+# -- docs/sglang.md ----------------------------------------------------------------------------------------------------
+
+PAGE = (ROOT / "docs" / "sglang.md").read_text(encoding="utf-8")
+
+
+def test_flags_in_the_docs_are_the_flags() -> None:
+    rows = [(flag.strip("`"), variable.strip("`")) for flag, variable, _ in table("sglang", PAGE)]
+    assert rows == [(option.flag, option.variable) for option in OPTIONS]
+    for refusal in refusals.REFUSALS[4:7]:
+        assert refusal.option in PAGE
+
+
+def test_sizes_in_the_docs_are_the_sizes() -> None:
+    layers, heads, dim = 36, 8, 128
+    shape, dims = window_shape(DEFAULTS, Settings("a")), [(heads, dim, dim)] * layers
+    codecs = random_transform(heads, dim, digits=True).codecs()
+    token = sum(codec.row_bytes for codec in codecs) * heads * layers
+
+    def size(rows: int, spare: int) -> int:
+        return arena_bytes(shape, rows, spare, dims, 0, torch.bfloat16)
+
+    expected = [2 * 2 * heads * dim * layers, token, size(1, 0), size(0, shape.sink_blocks)]
+    assert [int(number.replace(",", "")) for _, number in table("sglang-sizes", PAGE)] == expected
+    assert token == (dim / 4 + 4) * 2 * heads * layers
+    tokens = expected[2] / expected[0]
+    assert tokens == DEFAULTS.sink + DEFAULTS.recent + 16
+    assert round(expected[2] / (expected[0] - token), -2) == 400  # tokens at which both cost the same
+    assert shape == WindowShape(64, 256)
+    total = arena_bytes(shape, 65, 64 * shape.sink_blocks, dims, 40_960 + 16, torch.bfloat16)
+    assert f"dense copies for 64 rows {total / 2**20:.1f} MiB" in PAGE
+    assert f"{64 * expected[2] / 2**30:.1f} GiB aside here and another {64 * expected[3] / 2**30:.1f} GiB" in PAGE
