@@ -173,15 +173,25 @@ def test_an_unknown_release_registers_nothing_and_says_so(
 
 
 def test_a_known_release_that_looks_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: next(iter(signatures.RELEASES)))
-    monkeypatch.setattr(signatures, "CALLS", {"argparse.ArgumentParser.parse_args": "self args"})
-    assert signatures.problem() == (
-        f"SGLang {next(iter(signatures.RELEASES))}: argparse.ArgumentParser.parse_args takes ['self', 'args', 'namespace'], "
-        "expected ['self', 'args']"
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.2.3.post4+cpu")
+    monkeypatch.setattr(
+        signatures, "RELEASES", {"1.2.3": signatures.Release("__repr__", {"argparse.FileType.__call__": "self"})}
     )
-    monkeypatch.setattr(signatures, "CALLS", {"argparse.NoSuch.thing": "self"})
-    assert "argparse.NoSuch.thing cannot be read" in signatures.problem()
-    monkeypatch.setattr(signatures, "CALLS", {})
+    monkeypatch.setattr(signatures, "ARGS", "argparse.Namespace")
+    for calls, fields, says in (
+        (
+            {"argparse.ArgumentParser.exit": "self status"},
+            {},
+            "takes ['self', 'status', 'message'], expected ['self', 'status']",
+        ),
+        ({"argparse.NoSuch.thing": "self"}, {}, "argparse.NoSuch.thing cannot be read"),
+        ({}, {}, "argparse.FileType.__call__ takes ['self', 'string'], expected ['self']"),
+    ):
+        monkeypatch.setattr(signatures, "CALLS", calls)
+        monkeypatch.setattr(signatures, "FIELDS", fields)
+        assert says in signatures.problem()
+    monkeypatch.setattr(signatures, "RELEASES", {"1.2.3": signatures.Release("__repr__")})
+    assert signatures.problem() == ""
     monkeypatch.setattr(signatures, "FIELDS", {"oscar_kv.config.OscarConfig": "sink rescent"})
     assert "oscar_kv.config.OscarConfig has no field 'rescent'" in signatures.problem()
 

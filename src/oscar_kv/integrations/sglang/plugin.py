@@ -16,10 +16,9 @@ from .signatures import ARGS, CONFIGURATOR, DTYPE, REQUEST, ROWS, SIZER, TRITON
 
 logger = logging.getLogger(__name__)
 
-# What is hooked, how, and with what.
+# What is hooked, how, and with what; besides the method that resolves server arguments, whose name is the release's.
 HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
     f"{ARGS}.add_cli_args": ("after", hooks.add_cli_args),
-    f"{ARGS}.__post_init__": ("around", hooks.post_init),
     DTYPE: ("around", hooks.cache_dtype),
     f"{CONFIGURATOR}._profile_available_bytes": ("around", hooks.available_bytes),
     f"{CONFIGURATOR}.resolve_max_num_reqs": ("around", hooks.max_requests),
@@ -33,6 +32,12 @@ HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
+def hooked() -> dict[str, tuple[str, Callable[..., Any]]]:
+    """All hooks for the installed release."""
+    resolves = signatures.RELEASES[signatures.installed()].resolves
+    return {**HOOKS, f"{ARGS}.{resolves}": ("around", hooks.resolve_arguments)}
+
+
 def register() -> None:
     """Called by SGLang in every process, before it reads its command line."""
     if reason := signatures.problem():
@@ -42,7 +47,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import add_attention_backend_choices
 
-    for target, (kind, hook) in HOOKS.items():
+    for target, (kind, hook) in hooked().items():
         HookRegistry.register(target, hook, HookType(kind))
     add_attention_backend_choices([NAME])
     register_attention_backend(NAME)(create_backend)
@@ -57,7 +62,7 @@ def create_backend(runner: Any) -> Any:
     """
     from ...errors import InputError
 
-    if missing := [target for target in HOOKS if not hasattr(signatures.resolve(target), "__wrapped__")]:
+    if missing := [target for target in hooked() if not hasattr(signatures.resolve(target), "__wrapped__")]:
         raise RuntimeError(f"oscar-kv: SGLang did not apply the hook on {missing[0]}; see its log")
     serving = hooks.current()
     if serving is None:
