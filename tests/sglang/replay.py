@@ -34,13 +34,20 @@ class Replay:
         transforms: by layer.
         sink, recent: the windows.
         chunk: tokens that a call computes at most.
+        overlap: the scheduler launches a step before it has seen the result of the one before.
     """
 
     def __init__(
-        self, model: torch.nn.Module, transforms: dict[int, LayerTransform], sink: int, recent: int, chunk: int
+        self,
+        model: torch.nn.Module,
+        transforms: dict[int, LayerTransform],
+        sink: int,
+        recent: int,
+        chunk: int,
+        overlap: bool = True,
     ) -> None:
         self.model, self.transforms = model, transforms
-        self.sink, self.recent, self.chunk = sink, recent, chunk
+        self.sink, self.recent, self.chunk, self.overlap = sink, recent, chunk, overlap
         empty = torch.zeros(model.config.num_key_value_heads, 0, model.config.head_dim, dtype=torch.float64)
         layers = range(model.config.num_hidden_layers)
         self.memory = Memory([], [[empty, empty] for _ in layers], [[empty, empty] for _ in layers])
@@ -85,8 +92,8 @@ class Replay:
             count: tokens to generate.
             retract_at: the request is retracted once it has that many tokens, and begins again ...
             kept: ... with so many of its prompt's tokens from the prefix cache.
-            known: whose first so many tokens are in the prefix cache under the same text. With overlapped scheduling the first
-                step of decoding is launched before the prompt enters the cache.
+            known: whose first so many tokens are in the prefix cache under the same text. With overlap the first step of
+                decoding is launched before the prompt enters the cache.
         """
         logits, out, sure = self.prompt(tokens), [], []
         for _ in range(count):
@@ -95,7 +102,7 @@ class Replay:
             sure.append(float(logits[best]))
             if len(out) == count:
                 break
-            if known and len(out) == 2:
+            if known and len(out) == 1 + self.overlap:
                 self.use_codes_of(*known)
             if len(out) == retract_at:
                 donor = self.memory

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from . import refusals, settings
@@ -32,14 +33,15 @@ def add_cli_args(result: Any, parser: Any, *args: Any, **kwargs: Any) -> None:
     settings.add_flags(parser)
 
 
-def post_init(original: Callable[..., Any], args: Any) -> None:
-    """AROUND ``ServerArgs.__post_init__``: complete our arguments, have them resolved, refuse what cannot be served."""
-    if not refusals.selected(args):
+def resolve_arguments(original: Callable[..., Any], args: Any) -> None:
+    """AROUND ``ServerArgs.__post_init__`` or ``.resolve_once``: complete our arguments, refuse what cannot be served."""
+    if not refusals.selected(args) or getattr(args, "_resolution_finished", False):
         original(args)
         return
     refusals.fill_in(args)
     original(args)
-    refusals.check_options(args)
+    resolved = SimpleNamespace(**args.resolved_dict()) if hasattr(args, "resolved_dict") else args
+    refusals.check_options(resolved)
 
 
 # -- pools -------------------------------------------------------------------------------------------------------------
@@ -58,13 +60,13 @@ def available_bytes(original: Callable[..., Any], configurator: Any, pre_model_l
     """AROUND ``KVCacheConfigurator._profile_available_bytes``: the memory for codes, without that for dense copies."""
     if configurator.kv_cache_dtype_str != NAME:
         return original(configurator, pre_model_load_memory)
-    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.runtime_context import get_parallel, get_schedule
 
     refusals.check_model(configurator)
     parallel = get_parallel()
     serving = Serving(Settings.read(os.environ), configurator, parallel.attn_tp_rank, parallel.attn_tp_size)
     _serving[:] = [serving]
-    return serving.reserve(original(configurator, pre_model_load_memory), configurator.server_args.max_running_requests)
+    return serving.reserve(original(configurator, pre_model_load_memory), get_schedule().max_running_requests)
 
 
 def cell_size(original: Callable[..., Any], sizer: Any, configurator: Any, num_layers: int) -> Any:
@@ -89,18 +91,6 @@ def build_pool(original: Callable[..., Any], configurator: Any, **kwargs: Any) -
     from .pool import OscarKVPool
 
     return original(configurator, **{**kwargs, "mha_pool_class": serving.pool_class(OscarKVPool)})
-
-
-def create_backend(runner: Any) -> Any:
-    """SGLang's factory of the attention backend."""
-    serving = current()
-    if serving is None:
-        from ...errors import InputError
-
-        raise InputError(f"--attention-backend {NAME} reads a 2-bit KV cache: add --kv-cache-dtype {NAME}")
-    from .backend import OscarBackend
-
-    return OscarBackend(runner, serving)
 
 
 def uses_triton(original: Callable[..., Any], backend: str) -> Any:

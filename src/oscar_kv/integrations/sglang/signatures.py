@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import inspect
 import pkgutil
+from dataclasses import dataclass, field
 from typing import Any
 
 ARGS = "sglang.srt.server_args.ServerArgs"
@@ -17,12 +18,12 @@ REQUEST = "sglang.srt.managers.schedule_batch.Req"
 ROWS = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool"
 POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
 BACKEND = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
+CHOICES = "sglang.srt.server_args.add_attention_backend_choices"
 BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
 
 # Parameters of what is hooked, called or overridden, by name.
 CALLS = {
     f"{ARGS}.add_cli_args": "parser",
-    f"{ARGS}.__post_init__": "self",
     DTYPE: "server_args_kv_cache_dtype model model_dtype is_draft_worker is_dflash speculative_draft_attention_backend",
     f"{CONFIGURATOR}._profile_available_bytes": "self pre_model_load_memory",
     f"{CONFIGURATOR}.resolve_max_num_reqs": "self token_capacity",
@@ -42,7 +43,7 @@ CALLS = {
     f"{BACKEND}.init_cuda_graph_state": "self max_bs max_num_tokens",
     f"{BACKEND}.forward_decode": "self q k v layer forward_batch save_kv_cache kwargs",
     f"{BACKEND}.forward_extend": "self q k v layer forward_batch save_kv_cache kwargs",
-    "sglang.srt.server_args.add_attention_backend_choices": "choices",
+    CHOICES: "choices",
     "sglang.srt.layers.attention.attention_registry.register_attention_backend": "name",
 }
 # Fields that are read, by dataclass.
@@ -52,39 +53,68 @@ FIELDS = {
     BATCH: "rids req_pool_indices seq_lens seq_lens_cpu out_cache_loc extend_seq_lens extend_seq_lens_cpu "
     "extend_prefix_lens_cpu",
 }
-# What differs, by release; a release that is not here is not known.
-RELEASES: dict[str, dict[str, str]] = {"0.5.17": {}}
+
+
+@dataclass(frozen=True)
+class Release:
+    """How a release of SGLang differs from the tables above.
+
+    Attributes:
+        resolves: the method of ``ServerArgs`` that turns what was asked for into what will be done.
+        calls: parameters that are others.
+    """
+
+    resolves: str = "__post_init__"
+    calls: dict[str, str] = field(default_factory=dict)
+
+
+_DRAFTS = {DTYPE: CALLS[DTYPE] + " speculative_draft_kv_cache_dtype"}
+_LATER = Release("resolve_once", {**_DRAFTS, CHOICES: "iterable"})
+# A release that is not here is not known.
+RELEASES = {
+    "0.5.17": Release(),
+    "0.5.18": Release(calls=_DRAFTS),
+    **dict.fromkeys(["0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23"], _LATER),
+}
+
+
+def installed() -> str:
+    """The release of SGLang here, without local and post-release parts."""
+    return importlib.metadata.version("sglang").split("+")[0].split(".post")[0]
 
 
 def problem() -> str:
     """Why the installed SGLang cannot be extended; empty if it can."""
-    version = importlib.metadata.version("sglang")
-    release = version.split("+")[0].split(".post")[0]
-    if release not in RELEASES:
-        return f"SGLang {version} is not among the releases it was checked with ({', '.join(RELEASES)})"
-    for path, expected in {**CALLS, **RELEASES[release]}.items():
+    name = installed()
+    if name not in RELEASES:
+        return f"SGLang {name} is not among the releases it was checked with ({', '.join(RELEASES)})"
+    release = RELEASES[name]
+    calls = {**CALLS, **release.calls, f"{ARGS}.{release.resolves}": "self"}
+    for path, expected in calls.items():
         if difference := _call_differs(path, expected.split()):
-            return f"SGLang {version}: {difference}"
+            return f"SGLang {name}: {difference}"
     for path, names in FIELDS.items():
         if difference := _fields_lack(path, names.split()):
-            return f"SGLang {version}: {difference}"
+            return f"SGLang {name}: {difference}"
     return ""
 
 
-def _resolve(path: str) -> Any:
+def resolve(path: str) -> Any:
+    """What a dotted path names."""
     owner, name = path.rsplit(".", 1)
     return getattr(pkgutil.resolve_name(owner), name)
 
 
 def _call_differs(path: str, expected: list[str]) -> str:
     try:
-        found = list(inspect.signature(_resolve(path)).parameters)
+        found = list(inspect.signature(resolve(path)).parameters)
     except Exception as error:  # whatever importing a foreign module raises
         return f"{path} cannot be read ({type(error).__name__}: {error})"
     return "" if found == expected else f"{path} takes {found}, expected {expected}"
 
 
 def _fields_lack(path: str, names: list[str]) -> str:
-    found = {field.name for field in dataclasses.fields(_resolve(path))}
+    record = resolve(path)
+    found = getattr(record, "__struct_fields__", None) or [field.name for field in dataclasses.fields(record)]
     missing = [name for name in names if name not in found]
     return f"{path} has no field {missing[0]!r}" if missing else ""
