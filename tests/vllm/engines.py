@@ -80,13 +80,14 @@ def options(tiny: Tiny, **settings: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def engine(tiny: Tiny, settings: dict[str, Any] | None = None, **changes: Any) -> Iterator[Any]:
-    """An ``LLM`` in this process whose cache is full of bytes that decode to NaN."""
+def engine(tiny: Tiny, settings: dict[str, Any] | None = None, *, poisoned: bool = True, **changes: Any) -> Iterator[Any]:
+    """An ``LLM`` in this process whose cache is full of bytes that decode to NaN, unless vLLM's own attention reads it."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
     llm = LLM(**{**options(tiny, **(settings or {})), **changes})
-    poison(llm)
+    if poisoned:
+        poison(llm)
     try:
         yield llm
     finally:
