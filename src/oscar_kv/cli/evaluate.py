@@ -31,7 +31,7 @@ def evaluate(
     artifact: options.ArtifactOption = None,
     methods: Annotated[
         str | None,
-        typer.Option("--methods", metavar="A,B,...", help=f"(default: {','.join(METHODS)}, as far as the artifact has them)"),
+        typer.Option("--methods", metavar="A,B,...", help=f"(default: {', '.join(METHODS)}, as far as the artifact has them)"),
     ] = None,
     without: Annotated[
         str | None,
