@@ -6,6 +6,7 @@ the commands, so that ``oscar --help`` answers at once.
 
 from __future__ import annotations
 
+import shutil
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +25,8 @@ from .rotations import export_command, import_command
 from .serve import serve
 from .verify import verify
 
+HELP_WIDTH = 100  # columns at most
+
 app = typer.Typer(
     name="oscar",
     help="A 2-bit KV cache calibrated on what attention reads.",
@@ -36,7 +39,14 @@ app = typer.Typer(
 
 
 class _Command(TyperCommand):
-    """Leaves the unnamed argument for further values (``--text A B C``) out of the usage line."""
+    """Leaves the unnamed argument for further values (``--text A B C``) out of the usage line.
+
+    Its help is plain text: the boxes cut names of options (``--trust-remote-c…`` in 80 columns) and give switches a value.
+    """
+
+    def get_help(self, ctx: Any) -> str:
+        self.rich_markup_mode, ctx.terminal_width = None, min(shutil.get_terminal_size().columns, HELP_WIDTH)
+        return super().get_help(ctx)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         pieces = [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
