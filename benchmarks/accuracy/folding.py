@@ -1,6 +1,6 @@
 """What folding costs: KL of a folded model, dense and packed, beside the unfolded one, all against the unfolded dense model.
 
-    python benchmarks/accuracy/folding.py NAME=MODEL --artifact DIR --dtype bfloat16 --windows 2 --length 2048 --output FILE
+python benchmarks/accuracy/folding.py NAME=MODEL --artifact DIR --dtype bfloat16 --windows 2 --length 2048 --output FILE
 """
 
 from __future__ import annotations
