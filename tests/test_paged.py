@@ -75,6 +75,21 @@ def test_maps_say_what_the_codec_decodes(name: str) -> None:
     assert torch.allclose(found, codec.decode(rows), rtol=1e-5, atol=1e-5)
 
 
+def test_the_middle_code_of_digits_is_zero() -> None:
+    """What prefill kernels count on: codes less 1.5 need no centre."""
+    transform = layer("digits", "int2", 20)
+    how = side(transform.codecs()[0], 2)
+    assert bool(how.centre.any())
+    assert torch.allclose(1.5 * how.slots.sum(1), -how.centre, rtol=1e-6)
+    maps = layer_maps(transform)
+    assert (maps.key_centre, maps.value_centre) == (True, False)
+
+
+def test_keys_on_a_trellis_are_refused() -> None:
+    with pytest.raises(ValueError, match="trellis-coded values, not keys"):
+        layer_maps(layer("trellis", "int2", 20))
+
+
 def test_several_scales_per_row_are_refused() -> None:
     with pytest.raises(ValueError, match="--group-size -1"):
         side(make_codec(CodecSpec("int2", 8), 16), 2)

@@ -113,3 +113,15 @@ def test_doctor_lists_every_implementation_of_each_operation() -> None:
     status = kernel_status()
     assert {s.operation for s in status if s.usable} >= set(OPERATIONS)
     assert all(s.reason for s in status)
+
+
+@pytest.mark.parametrize(("key", "value"), [("digits", "int2"), ("digits1", "trellis"), ("int2", "int2")])
+def test_read_returns_the_stored_tokens_as_codes_hold_them(key: str, value: str) -> None:
+    kernels = paged(key, value)
+    pages = kernels.layout.new_pages(3, HEADS, "cpu")
+    k, v = (torch.randn(20, HEADS, DIM) for _ in "kv")
+    slots = torch.randperm(3 * PAGE)[:20]
+    kernels.store(k, v, pages, slots)
+    expected = kernels.transform.requantize(k.double().transpose(0, 1), v.double().transpose(0, 1))
+    for found, wanted in zip(kernels.read(pages, slots[5:]), expected, strict=True):
+        assert torch.allclose(found, wanted.transpose(0, 1)[5:], atol=1e-5)

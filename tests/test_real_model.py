@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 from oscar_kv import Artifact, OscarCache, OscarConfig, calibrate
+from oscar_kv.attention import cache_argument
 from oscar_kv.calibration.corpus import builtin_text, prefix, spread_windows, tokenize
 from oscar_kv.calibration.methods import build_method
 from oscar_kv.demo_model import fetch_demo_model
@@ -41,10 +43,15 @@ def test_config_alone_tells_the_geometry(path):
     assert (geometry.packed[0].num_heads, geometry.packed[0].num_kv_heads, geometry.packed[0].key_dim) == (9, 3, 64)
 
 
-def test_calibrate_evaluate_generate(loaded, path, tmp_path):
+@pytest.fixture(scope="module")
+def artifact(loaded, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("artifact") / "a"
+    calibrate(*loaded, config=CONFIG).save(folder)
+    return Artifact.load(folder, moments=True)
+
+
+def test_calibrate_evaluate_generate(loaded, path, artifact):
     model, tokenizer = loaded
-    calibrate(model, tokenizer, config=CONFIG).save(tmp_path / "a")
-    artifact = Artifact.load(tmp_path / "a", moments=True)
     assert artifact.problems() == []
     assert artifact.fingerprint == model_geometry(load_config(path)).fingerprint()
 
@@ -65,3 +72,21 @@ def test_calibrate_evaluate_generate(loaded, path, tmp_path):
     assert ours.shape == stock.shape == (1, 708)
     assert (ours[0, 700:] == stock[0, 700:]).float().mean() >= 0.5
     assert cache.nbytes < 0.65 * dense.nbytes  # float32 windows of 320 tokens included
+
+
+@torch.no_grad()
+def test_the_layout_of_the_kernels_says_the_same(loaded, artifact):
+    """A prompt in two chunks and twelve decoded tokens, over pages of packed rows and over pages for kernels."""
+    model, tokenizer = loaded
+    (window,) = spread_windows(tokenize(tokenizer, builtin_text("evaluation")), 712, 1, prefix(tokenizer))
+    logits = {}
+    for kernels in ("off", "reference"):
+        cache = OscarCache(artifact, model, kernels=kernels)
+        name = cache_argument(type(model).forward)
+        at, parts = 0, []
+        for count in (500, 200, *[1] * 12):
+            parts.append(model(input_ids=window[None, at : at + count], use_cache=True, **{name: cache}).logits[0, -1])
+            at += count
+        logits[kernels] = torch.stack(parts).double().log_softmax(-1)
+    p, q = logits.values()
+    assert float((p.exp() * (p - q)).sum(-1).abs().max()) < 1e-6

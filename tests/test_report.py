@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import shlex
 from html.parser import HTMLParser
+from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
 import torch
 from conftest import random_transform
+from hypothesis import given
 from models import tiny_model
 
 from oscar_kv.calibration.corpus import Text
@@ -17,13 +22,14 @@ from oscar_kv.errors import InputError
 from oscar_kv.evaluate import plots, report
 from oscar_kv.evaluate.baselines import build_baseline
 from oscar_kv.evaluate.fidelity import evaluate
-from oscar_kv.evaluate.plots import kl_bars, layer_errors, looks, pareto
+from oscar_kv.evaluate.plots import beside, bits_against_kl, kl_by_position, kl_limits, layer_errors, looks, pareto
 from oscar_kv.geometry import model_geometry
 
 pytest.importorskip("matplotlib", reason="the report needs matplotlib: pip install 'oscar-kv[report]'")
 pytest.importorskip("jinja2", reason="the report needs jinja2: pip install 'oscar-kv[report]'")
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
+COMMAND = ["oscar", "eval", "my model", "--html", "a.html"]
 LAYERS = {str(i): {"key_error": [0.1, 0.2], "value_error": [0.01 * (i + 1), 0.5]} for i in range(2)}
 
 
@@ -85,7 +91,7 @@ def results():
 
 
 def test_the_page_is_whole_and_asks_for_nothing(results):
-    source = report.render(results, LAYERS, "oscar eval 'my model' --html a.html")
+    source = report.render(results, LAYERS, COMMAND)
     page = Page(source)
     names = [tag for tag, _ in page.tags]
     assert not {"script", "link", "img", "iframe", "object"} & set(names)
@@ -110,7 +116,7 @@ def test_the_page_is_whole_and_asks_for_nothing(results):
 
 
 def test_the_page_says_what_the_results_say(results):
-    text = Page(report.render(results, LAYERS, "oscar eval 'my model' --html a.html")).text
+    text = Page(report.render(results, LAYERS, COMMAND)).text
     for result in results:
         for row in result["results"]:
             assert row["method"] in text
@@ -145,13 +151,67 @@ def test_only_the_dense_cache_is_a_page_too(results):
     Page(report.render([dense]))
 
 
-def test_one_window_has_no_intervals(results):
-    rows = [
-        {**row, "kl_interval": None, "buckets": [{**b, "kl_interval": None} for b in row["buckets"]]}
-        for row in results[0]["results"]
-    ]
-    one = {**results[0], "results": rows, "settings": {**results[0]["settings"], "windows": 1}}
-    assert "With a single window there are no intervals" in Page(report.render([one])).text
+def windows(result, count):
+    """The result as if of this many windows; with one there are no intervals."""
+    if count > 1:
+        rows = result["results"]
+    else:
+        rows = [
+            {**row, "kl_interval": None, "buckets": [{**b, "kl_interval": None} for b in row["buckets"]]}
+            for row in result["results"]
+        ]
+    return {**result, "results": rows, "settings": {**result["settings"], "windows": count}}
+
+
+def test_few_windows_are_said_first(results):
+    one = Page(report.render([windows(results[0], 1)])).text
+    assert "One window was measured, so there are no intervals" in one.split("Results on")[0]
+    assert "95 %" not in one.split("The methods")[0].replace("KL, 95 % interval", "")  # no caption speaks of bars
+    two = Page(report.render([windows(results[0], 2)])).text.split("Results on")[0]
+    assert "an interval of 2 values is 12.7 standard errors wide to each side and says next to nothing" in two
+    assert "were measured" not in Page(report.render([windows(results[0], 3)])).text.split("Results on")[0]
+
+
+def test_a_single_bucket_is_not_drawn_again(results):
+    rows = [{**row, "buckets": row["buckets"][:1]} for row in results[0]["results"]]
+    assert len(results[0]["results"][0]["buckets"]) > 1
+    bucket = rows[0]["buckets"][0]
+    page = Page(report.render([{**results[0], "results": rows}]))
+    assert f"all positions that count, {bucket['start']} to {bucket['end'] - 1}, lie in one bucket" in page.text
+    assert "KL by position as a table" not in page.text
+    assert sum(tag == "svg" for tag, _ in page.tags) == 1
+
+
+def test_columns_have_names_at_phone_width_too(results):
+    page = Page(report.render(results))
+    labels = [a.get("data-label") for tag, a in page.tags if tag == "td" and "data-label" in a]
+    assert labels == ["SHA-256", "paragraphs shared with"] * 2
+    assert "attr(data-label)" in report.render(results)
+
+
+def test_a_command_is_broken_between_arguments_and_tells_no_home(results, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    given = ["oscar", "eval", "/home/someone/my models/a.gguf", "--text", "mine=/home/someone/t.txt", "--html=/home/someone"]
+    given += ["/home/someoneelse/x", "/srv/home/someone/x", "a b"]
+    shown = report.shown_command(given)
+    assert shown[2:] == [
+        "~/'my models/a.gguf'", "--text", "mine=~/t.txt", "--html=~", "/home/someoneelse/x", "/srv/home/someone/x", "'a b'",
+    ]  # fmt: skip
+    assert [word.replace("~", str(Path.home())) for word in shlex.split(" ".join(shown))] == given
+    source = report.render(results, None, given)
+    assert "/home/someone/" not in source.replace("/srv/home/someone/", "")
+    assert "<span>--text</span> <span>mine=~/t.txt</span>" in source
+    monkeypatch.setenv("HOME", "/")
+    assert report.shown_command(["/a"]) == ["/a"]
+
+
+def test_what_a_method_stores_is_not_said_to_be_less(results):
+    """KIVI's codes have 2 bits; with scale and minimum for every 32 of them it stores 3, as its row says."""
+    text = Page(report.render(results)).text
+    assert "so 3 bits per number are stored" in text
+    row = next(r for r in results[0]["results"] if r["method"] == "kivi")
+    assert row["bits_per_element_128k"] == pytest.approx(3, abs=0.05)
+    assert not [name for name, said in report.DESCRIPTIONS.items() if re.search(r"[24] bits", said) and name != "fp8"]
 
 
 def test_overlap_is_said_in_the_page(results):
@@ -167,23 +227,128 @@ def test_errors_by_layer_are_drawn_where_they_are_recorded():
     assert label == "Error by layer and head, 0.01 to 0.5; most for the values of layer 1, head 1"
 
 
-def test_bars_are_the_ends_of_intervals_seen_from_the_mean(monkeypatch, results):
+@pytest.fixture
+def drawn(monkeypatch):
+    """The axes of every plot that is made, before they become text."""
+    found = []
+    monkeypatch.setattr(plots, "_svg", lambda figure, salt, label: found.append(figure.axes[0]) or "<svg/>")
+    return found
+
+
+def entry(method, kl, interval, bits=2.5, **more):
+    return {"method": method, "kl_mean": kl, "kl_interval": interval, "bits_per_element_128k": bits, **more}
+
+
+def bars(axes):
+    """``x, bottom, top`` of the bars, and ``x, y`` of the caps."""
+    segments = [c.get_segments()[0] for c in axes.collections]
+    caps = [tuple(map(float, p)) for line in axes.lines if line.get_marker() == "_" for p in line.get_xydata()]
+    return [(float(s[0][0]), float(s[0][1]), float(s[1][1])) for s in segments], caps
+
+
+def test_bars_are_capped_at_the_ends_of_intervals_and_open_where_the_axis_has_none(drawn):
     rows = [
-        {"kl_mean": 1.0, "kl_interval": [0.75, 3.0]},
-        {"kl_mean": 1.0, "kl_interval": None},
-        {"kl_mean": 2.0, "kl_interval": [0.0, 5.0]},  # 0 is nowhere on a log scale
+        entry("capped", 1.0, [0.75, 3.0], 2.0),
+        entry("alone", 1.0, None, 3.0),
+        entry("open", 2.0, [0.0, 5.0], 4.0),  # 0 is nowhere on a log scale
+        entry("far", 2.0, [0.01, 5.0], 6.0),  # nor would 0.01 leave room for the others
     ]
-    assert kl_bars(rows) == [[0.25, 0.0, 1.8], [2.0, 0.0, 3.0]]
-    drawn = []
-    monkeypatch.setattr(plots, "kl_bars", lambda rows: drawn.append(len(rows)) or [[0.0] * len(rows)] * 2)
-    measured = [row for row in results[0]["results"] if row["kl_mean"] > 0]
-    plots.kl_by_position(results[0], "a")
-    plots.bits_against_kl(results[0], "b")
-    assert drawn == [len(row["buckets"]) for row in measured] + [1] * len(measured)
+    plot = bits_against_kl({"text": "t", "results": rows}, "b")
+    low, high = drawn[0].get_ylim()
+    assert 0.5 < low < 0.75
+    assert 5 < high < 7
+    found, caps = bars(drawn[0])
+    assert found == [(2.0, 0.75, 3.0), (4.0, low, 5.0), (6.0, low, 5.0)]
+    assert caps == [(2.0, 0.75), (2.0, 3.0), (4.0, 5.0), (6.0, 5.0)]
+    assert "without a lower cap goes on below the axis" in plot.caption
+    assert "without a lower cap" not in bits_against_kl({"text": "t", "results": rows[:2]}, "b").caption
+    buckets = [{**r, "start": 100 * i, "end": 100 * i + 100} for i, r in enumerate(rows)]
+    plot = kl_by_position({"text": "t", "results": [entry("a", 1.0, None, buckets=buckets)]}, "p")
+    found, caps = bars(drawn[2])
+    assert [x for x, _, _ in found] == [0.0, 2.0, 3.0]
+    assert [x for x, _ in caps] == [0.0, 0.0, 2.0, 3.0]
+    assert "without a lower cap" in plot.caption
+    assert "side by side" not in plot.caption
+
+
+def test_an_axis_holds_every_mean_and_no_more_than_a_decade_below():
+    low, high = kl_limits([entry("a", 0.0, None), entry("b", 1.0, [1e-9, 50.0]), entry("c", 2.0, [0.2, 3.0])])
+    assert 0.1 < low < 0.2
+    assert high > 50
+
+
+def test_the_caption_speaks_of_a_line_only_where_there_is_one(drawn):
+    crowd = [entry("a", 0.1, [0.05, 0.15], 2.5), entry("b", 0.2, [0.1, 0.3], 2.5), entry("c", 0.3, [0.1, 0.5], 3.0)]
+    plot = bits_against_kl({"text": "t", "results": crowd}, "b")
+    assert "grey line" not in plot.caption
+    assert "No method here has fewer bits or less KL than a." in plot.caption
+    assert not [line for line in drawn[0].lines if line.get_drawstyle() == "steps-post"]
+    plot = bits_against_kl({"text": "t", "results": [*crowd, entry("d", 0.01, None, 8.0)]}, "b")
+    assert "grey line joins" in plot.caption
+    (line,) = [line for line in drawn[1].lines if line.get_drawstyle() == "steps-post"]
+    marks = {line.get_label(): tuple(map(float, line.get_xydata()[0])) for line in drawn[1].lines}
+    assert [tuple(map(float, p)) for p in line.get_xydata()] == [marks["a"], marks["d"]]
+    assert "than" not in bits_against_kl({"text": "t", "results": crowd[:1]}, "b").caption
+
+
+def test_methods_of_equal_bits_stand_side_by_side(drawn):
+    rows = [entry(name, 0.1, [0.05, 0.2]) for name in "abcd"]
+    plot = bits_against_kl({"text": "t", "results": rows}, "b")
+    places = [x for x, _, _ in bars(drawn[0])[0]]
+    low, high = drawn[0].get_xlim()
+    steps = [b - a for a, b in itertools.pairwise(places)]
+    assert min(steps) == pytest.approx(max(steps))
+    assert min(steps) / (high - low) > 0.015  # several pixels at the width of a phone
+    assert low < min(places) < max(places) < high
+    assert sum(places) / 4 == pytest.approx(2.5)
+    moved = float(re.search(r"side by side, up to ([\d.]+) bits aside", plot.caption)[1])
+    assert max(abs(x - 2.5) for x in places) <= moved < max(abs(x - 2.5) for x in places) + 0.01
+    rows = [entry("low", 0.1, [0.05, 0.2]), entry("high", 3.0, [2.0, 4.0])]  # neither hides the other
+    plot = bits_against_kl({"text": "t", "results": rows}, "b")
+    assert [x for x, _, _ in bars(drawn[1])[0]] == [2.5, 2.5]
+    assert "side by side" not in plot.caption
+
+
+@pytest.mark.parametrize(
+    "longest", ["kivi (no windows)", "allocated0.75+centre+read/balanced0.5+centre+read+search (no windows)"]
+)
+def test_a_legend_lies_inside_its_picture(drawn, longest):
+    rows = [entry(name, 0.1, None) for name in ("naive", "auto", "fp8", "oscar", longest)]
+    bits_against_kl({"text": "t", "results": rows}, "b")
+    figure = drawn[0].figure
+    figure.draw_without_rendering()
+    box = figure.legends[0].get_window_extent()
+    width, height = figure.get_size_inches() * figure.dpi
+    assert 0 <= box.x0 < box.x1 <= width
+    assert 0 <= box.y0 < box.y1 <= height
+    assert drawn[0].get_window_extent().height > 0.55 * 3.5 * figure.dpi  # what is left for the plot itself
+
+
+MARKS = st.lists(st.tuples(st.floats(2, 16), st.floats(0, 1), st.floats(0.01, 0.5)), min_size=1, max_size=12)
+
+
+@given(MARKS, st.floats(0.001, 1))
+def test_marks_that_would_touch_are_drawn_beside_each_other(marks, step):
+    x, spans = [m[0] for m in marks], [(m[1], m[1] + m[2]) for m in marks]
+    found = beside(x, spans, step)
+    assert sum(found) == pytest.approx(sum(x))
+
+    def touch(at, i, j):
+        return abs(at[i] - at[j]) < step * (1 - 1e-6) - 1e-9 and max(spans[i][0], spans[j][0]) < min(spans[i][1], spans[j][1])
+
+    pairs = list(itertools.combinations(range(len(x)), 2))
+    hidden = [(i, j) for i, j in pairs if touch(x, i, j)]
+    assert not [pair for pair in hidden if touch(found, *pair)]
+    for i, j in hidden:
+        assert (found[i] <= found[j]) == (x[i] <= x[j])
+    for i, place in enumerate(found):  # what hides nothing stays where it is
+        if not [pair for pair in pairs if i in pair and abs(x[pair[0]] - x[pair[1]]) < step]:
+            assert place == x[i]
 
 
 def test_the_front_and_the_looks():
-    assert pareto([(2, 5), (1, 9), (3, 5), (2, 4), (4, 1)]) == [(1, 9), (2, 4), (4, 1)]
+    points = [(2, 5), (1, 9), (3, 5), (2, 4), (4, 1)]
+    assert [points[i] for i in pareto(points)] == [(1, 9), (2, 4), (4, 1)]
     found = looks(["dense", "a", "b", "a (no windows)"])
     assert found["a"]["color"] == found["a (no windows)"]["color"] != found["b"]["color"]
     assert found["a"]["marker"] != found["b"]["marker"]

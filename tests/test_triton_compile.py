@@ -12,23 +12,33 @@ pytest.importorskip("triton")
 
 # Builds a kernel from the types of its pointers (by the names of arguments; all others are int32) and its constants.
 PRELUDE = """
-import triton, triton.language as tl
+import re, subprocess, tempfile, pathlib, torch, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from oscar_kv.kernels.triton import decode_kernels, store_kernels
+from oscar_kv.kernels.triton import decode_kernels, prefill_kernels, store_kernels
 from oscar_kv.kernels.triton.jit import load
+from oscar_kv.kernels.triton.prefill import tuning
 
-def build(kernel, types, constants, capability):
+def build(kernel, types, constants, capability, warps=4, stages=3, spills=True):
     named = {name: kind for kind, names in types.items() for name in names.split()}
     order = kernel.arg_names
     signature = {n: "constexpr" if n in constants else named.get(n, "i32") for n in order}
     missing = [n for n in order if n.isupper() and n not in constants]
     assert not missing, missing
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(order) if signature[n][0] == "*" or n.endswith("_stride")}
+    ends = ("_stride", "_page", "_token", "_head")
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(order) if signature[n][0] == "*" or n.endswith(ends)}
     values = {(order.index(n),): v for n, v in constants.items()}
     target = GPUTarget("cuda", capability, 32)
-    done = triton.compile(ASTSource(kernel, signature, values, aligned), target=target, options={"num_warps": 4})
+    options = {"num_warps": warps, "num_stages": stages}
+    done = triton.compile(ASTSource(kernel, signature, values, aligned), target=target, options=options)
     assert len(done.asm["cubin"]) > 1000
+    if not spills:  # whole tiles must fit in registers, and several stages of loads in shared memory
+        assert done.metadata.shared <= 99 * 1024, done.metadata.shared
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            pathlib.Path(file.name).write_bytes(done.asm["cubin"])
+            tool = pathlib.Path(triton.knobs.nvidia.ptxas.path).with_name("cuobjdump")
+            usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        assert re.search(r"STACK:0 ", usage), usage
     print("compiled")
 """
 DECODE = """
@@ -60,6 +70,42 @@ build(
          VN=2, P=16, PD=16, DENSE=True, T=16, C=16, PRECISION="ieee"), 90,
 )
 """
+PREFILL = """
+W = max(64, 1 << (D - 1).bit_length())
+M, N, ND = tuning(W, torch.bfloat16, CAPABILITY == 90)
+WARPS = 4 if W * M <= 8192 else 8
+"""
+TERMS = """
+build(
+    load(prefill_kernels).terms,
+    {"*bf16": "query", "*fp32": "query_slots query_sums query_noise numbers", "*fp16": "slots", "fp32": "factor scaling limit"},
+    dict(G=4, D=D, DW=W, M=32, NOISE=True, DOT=tl.float16, C=32), CAPABILITY, 8 if W > 128 else 4, 2, spills=False,
+)
+"""
+HISTORY = """
+build(
+    load(prefill_kernels).history,
+    {"*fp16": "slots numbers lookup", "*fp32": "terms_at accumulator stats", "*u8": "pages", "i64": "page_stride",
+     "*i32": "words table lengths starts", "fp32": "cap"},
+    dict(G=4, D=D, DW=W, DV=D, DVW=W, M=M, P=64, KB=D // 4, VB=D // 4, KEY_EXTRA=True, KEY_CENTRE=not TRELLIS,
+         VALUE_EXTRA=not TRELLIS, VALUE_CENTRE=False, TRELLIS=TRELLIS, CAP=TRELLIS, N=N, BW=16, DOT=tl.float16, ASM=True),
+    CAPABILITY, WARPS, 3, spills=False,
+)
+"""
+OWN = """
+build(
+    load(prefill_kernels).own,
+    {"*bf16": "query key value keys values out", "*fp32": "accumulator stats value_slots value_sums sinks lse",
+     "*i32": "table lengths starts", "fp32": "factor cap"},
+    dict(G=4, D=D, DW=W, DV=D, DVW=W, M=M, P=16, CAP=D == 256, SINKS=True, VALUE_CENTRE=False, N=ND, BW=16, C=32,
+         RAW=tl.bfloat16, PRECISION="tf32"),
+    CAPABILITY, WARPS, 2, spills=False,
+)
+"""
+
+
+def prefill(code: str, dim: int, capability: int, trellis: bool = False) -> str:
+    return f"D, CAPABILITY, TRELLIS = {dim}, {capability}, {trellis}" + PREFILL + code
 
 
 @pytest.mark.parametrize(
@@ -69,6 +115,14 @@ build(
         pytest.param("TRELLIS, ASM, CAPABILITY = True, False, 80" + DECODE, id="decode-trellis-ampere"),
         pytest.param(MERGE, id="merge"),
         pytest.param(STORE, id="store"),
+        pytest.param(prefill(TERMS, 128, 90), id="prefill-terms-hopper"),
+        pytest.param(prefill(HISTORY, 128, 90), id="prefill-history-hopper"),
+        pytest.param(prefill(HISTORY, 128, 90, True), id="prefill-history-trellis-hopper"),
+        pytest.param(prefill(HISTORY, 80, 80, True), id="prefill-history-trellis-ampere"),
+        pytest.param(prefill(HISTORY, 256, 90), id="prefill-history-wide-hopper"),
+        pytest.param(prefill(OWN, 128, 90), id="prefill-own-hopper"),
+        pytest.param(prefill(OWN, 128, 80), id="prefill-own-ampere"),
+        pytest.param(prefill(OWN, 256, 90), id="prefill-own-wide-hopper"),
     ],
 )
 def test_it_compiles_without_a_gpu(code: str) -> None:

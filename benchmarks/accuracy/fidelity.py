@@ -6,7 +6,8 @@ Calibrates `auto` (32,768 built-in tokens, one group per head), derives from its
 settings and fixed settings of digits, and evaluates all of them, decode-exact, on windows spread over each text, positions
 from 512 on, sink 64, recent 256. Writes one `fidelity-NAME-TEXT.json` per text. `--long N` adds one window of N tokens by
 position bucket, `--cross` calibrates once more on the first half of the first text and measures both calibrations on the rest.
-NAME=MODEL,TOKENIZER where the tokenizer lies elsewhere.
+NAME=MODEL,TOKENIZER where the tokenizer lies elsewhere. `--tokens`, `--seq-len` and `--length` make a run that a CPU can do;
+files of windows that are not 4,096 tokens long are called `...-NAME-TEXT-LENGTH.json`, since their figures do not compare.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from oscar_kv.geometry import model_geometry
 from oscar_kv.loading import load_model, load_tokenizer
 
 CONFIG = OscarConfig(group_size=-1, slack=0)
+LENGTH = 4_096  # tokens of a window
 BASELINES = ("naive", "oscar")
 OTHERS = ("kivi", "fp8")
 EVEN = ("balanced0.5+centre+search", "balanced1+search", "balanced1+centre+search")
@@ -65,6 +67,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         began = time.time()
         self.options = options
+        self.config = CONFIG.with_(tokens=options.tokens, seq_len=options.seq_len)
         self.name, path, tokenizer = split_model(options.model)
         self.model = load_model(path, device=options.device, dtype="float32")
         self.tokenizer = load_tokenizer(tokenizer)
@@ -85,9 +88,9 @@ class Bench:
         for published in [name for name in ("oscar", "auto", "kivi") if label == "fidelity"]:
             name, own_windows = without_windows(published, methods)
             methods[name], own[name] = methods[published], own_windows
-        result = evaluate(self.model, self.geometry, windows, methods, CONFIG, text, name=self.name, windows_of=own)
+        result = evaluate(self.model, self.geometry, windows, methods, self.config, text, name=self.name, windows_of=own)
         result["calibration"] = {k: v for k, v in artifact.provenance.items() if k != "paragraphs"}
-        stem = text.name.split(".")[0].replace(":", "-")
+        stem = text.name.split(".")[0].replace(":", "-") + (f"-{length}" if length != LENGTH and label != "long" else "")
         path = self.options.out / f"{label}-{self.name}-{stem}.json"
         write_text(path, json.dumps(result, indent=1) + "\n")
         base = next((r["kl_mean"] for r in result["results"] if r["method"] == "oscar"), float("nan"))
@@ -103,7 +106,7 @@ class Bench:
 
     def calibrated(self, text: Text | None = None) -> Artifact:
         began = time.time()
-        artifact = calibrate(self.model, self.tokenizer, config=CONFIG, text=text)
+        artifact = calibrate(self.model, self.tokenizer, config=self.config, text=text)
         self.say(f"calibrated in {time.time() - began:.0f} s; {artifact.provenance['warnings']}")
         for entry in artifact.provenance["selection"]:
             print(f"    {entry['kl_mean']:.4f}  {entry['setting']}", flush=True)
@@ -126,7 +129,7 @@ class Bench:
             self.run(artifact, methods, self.texts[0], options.long, 1, "long")
         for text in self.texts:
             methods = {"dense": None, **{n: made[n] for n in names}, **ours, **others}
-            self.run(artifact, methods, text, 4096, options.windows, "fidelity")
+            self.run(artifact, methods, text, options.length, options.windows, "fidelity")
         if options.cross:
             self.cross(artifact)
 
@@ -140,7 +143,8 @@ class Bench:
         away = self.calibrated(first)
         methods = {"dense": None, "on built-in": artifact.layers, f"on {first.name}": away.layers}
         for text in (second, self.texts[-1]):
-            self.run(artifact, methods, text, 4096, self.options.windows, "cross" if text is second else "cross-back")
+            label = "cross" if text is second else "cross-back"
+            self.run(artifact, methods, text, self.options.length, self.options.windows, label)
 
 
 def main() -> None:
@@ -148,6 +152,9 @@ def main() -> None:
     parser.add_argument("model", metavar="NAME=MODEL")
     parser.add_argument("--text", type=Path, action="append", default=[], help="further texts beside the built-in one")
     parser.add_argument("--windows", type=int, default=6)
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a window")
+    parser.add_argument("--tokens", type=int, default=CONFIG.tokens, help="of a calibration")
+    parser.add_argument("--seq-len", type=int, default=CONFIG.seq_len, help="tokens of a calibration sequence")
     parser.add_argument("--long", type=int, metavar="N", help="one window of N tokens of the first text")
     parser.add_argument("--cross", action="store_true", help="calibrate on the first text too")
     parser.add_argument("--only", choices=["cross"], help="leave out everything else")

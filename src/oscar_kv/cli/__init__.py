@@ -6,6 +6,7 @@ the commands, so that ``oscar --help`` answers at once.
 
 from __future__ import annotations
 
+import shutil
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +22,10 @@ from .generate import generate
 from .inspect import inspect
 from .retrieval import retrieval
 from .rotations import export_command, import_command
+from .serve import serve
 from .verify import verify
+
+HELP_WIDTH = 100  # columns at most
 
 app = typer.Typer(
     name="oscar",
@@ -35,7 +39,14 @@ app = typer.Typer(
 
 
 class _Command(TyperCommand):
-    """Leaves the unnamed argument for further values (``--text A B C``) out of the usage line."""
+    """Leaves the unnamed argument for further values (``--text A B C``) out of the usage line.
+
+    Its help is plain text: the boxes cut names of options (``--trust-remote-c…`` in 80 columns) and give switches a value.
+    """
+
+    def get_help(self, ctx: Any) -> str:
+        self.rich_markup_mode, ctx.terminal_width = None, min(shutil.get_terminal_size().columns, HELP_WIDTH)
+        return super().get_help(ctx)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         pieces = [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
@@ -65,6 +76,7 @@ app.command("eval", cls=_Command)(evaluate)
 app.command("retrieval", cls=_Command)(retrieval)
 app.command("generate", cls=_Command)(generate)
 app.add_typer(bench, name="bench")
+app.command("serve", cls=_Command)(serve)
 app.command("import-rotations", cls=_Command)(import_command)
 app.command("export-rotations", cls=_Command)(export_command)
 app.command("doctor", cls=_Command)(doctor)

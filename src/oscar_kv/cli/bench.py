@@ -240,7 +240,7 @@ def _show(result: dict[str, Any]) -> None:
         [
             row["codec"], row["kernel"], str(row["batch"]), f"{row['context']:,}",
             f"{row['num_heads']}/{row['num_kv_heads']} x {row['head_dim']}", cell(row["us"], ".1f"),
-            cell(row["baseline_us"], ".1f"), row["baseline"], cell(row["speedup"], ".2f"), cell(row["gb_per_s"], ",.0f"),
+            cell(row["baseline_us"], ".1f"), row["baseline"], cell(row["speedup"], ".3g"), cell(row["gb_per_s"], ",.3g"),
             cell(row["read_bandwidth_share"], ".0%"), f"{row['max_error']:.1e}", "yes" if row["correct"] else "NO",
         ]
         for row in result["rows"]
@@ -254,11 +254,13 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def _show_generate(result: dict[str, Any]) -> None:
+    from ..evaluate.memory import human
+
     def cells(part: dict[str, Any]) -> list[str]:
         if part.get("out_of_memory"):
             return ["out of memory", "-", "-"]
-        peak = f"{part['peak_bytes'] / 2**30:.1f} GiB" if "peak_bytes" in part else "-"
-        return [f"{part['tokens_per_second']:,.1f}", f"{part['cache_bytes'] / 2**30:.2f} GiB", peak]
+        peak = human(part["peak_bytes"]) if "peak_bytes" in part else "-"
+        return [f"{part['tokens_per_second']:,.1f}", human(part["cache_bytes"]), peak]
 
     rows = [
         [row["codec"], str(row["batch"]), f"{row['context']:,}", name, *cells(row[name]), row[name].get("kernel", "-")]

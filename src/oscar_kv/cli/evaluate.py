@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,7 +31,7 @@ def evaluate(
     artifact: options.ArtifactOption = None,
     methods: Annotated[
         str | None,
-        typer.Option("--methods", metavar="A,B,...", help=f"(default: {','.join(METHODS)}, as far as the artifact has them)"),
+        typer.Option("--methods", metavar="A,B,...", help=f"(default: {', '.join(METHODS)}, as far as the artifact has them)"),
     ] = None,
     without: Annotated[
         str | None,
@@ -149,7 +148,7 @@ def evaluate(
             check_finite(result)
             results.append(result)
     if html is not None:
-        write_report(html, results, loaded.summary, shlex.join(["oscar", *sys.argv[1:]]))
+        write_report(html, results, loaded.summary, ["oscar", *sys.argv[1:]])
     document = results[0] if len(results) == 1 else {"model": results[0]["model"], "texts": results}
     emit(document, as_json, output, lambda: show_all(results, buckets, loaded, artifact is None))
 

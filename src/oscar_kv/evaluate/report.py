@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,21 +11,24 @@ from typing import Any
 from ..artifact import write_text
 from ..errors import InputError
 from . import plots
+from .intervals import t_quantile
 
 TEMPLATE = "report.html.jinja"
-DESCRIPTIONS = {
+FEW = 3  # windows below which an interval of their mean says next to nothing
+DESCRIPTIONS = {  # of the codes; what scales, minima and windows add is in the columns of bits
     "dense": "the model's own cache, in its dtype: what the others are compared with",
-    "naive": "2 bits, min/max of each row, no transform",
-    "none": "2 bits, min/max of each row, no transform",
-    "hadamard": "2 bits after a Hadamard rotation, min/max (QuaRot's rotation)",
-    "oscar": "2 bits, the published OSCAR recipe: one spectral rotation per layer, rank clip",
-    "auto": "2 bits, transform chosen per head by measured KL, scale by search (oscar-kv's default)",
-    "kivi": "KIVI: 2 bits, keys per channel over 32 tokens, values per token over 32 channels",
+    "naive": "2-bit codes, min/max of each row, no transform",
+    "none": "2-bit codes, min/max of each row, no transform",
+    "hadamard": "2-bit codes after a Hadamard rotation, min/max (QuaRot's rotation)",
+    "oscar": "2-bit codes, the published OSCAR recipe: one spectral rotation per layer, rank clip",
+    "auto": "2-bit codes, transform chosen per head by measured KL, scale by search (oscar-kv's default)",
+    "kivi": "KIVI: 2-bit codes with a 16-bit scale and a 16-bit minimum for every 32 numbers (keys: 32 tokens of a channel; "
+    "values: 32 channels of a token), so 3 bits per number are stored, dense windows aside",
     "fp8": "8-bit floating point (E4M3) with scale 1.0, as serving engines store it without calibrated scales",
-    "quanto2": "transformers' QuantizedCache, optimum-quanto, 2 bits, groups of 64",
-    "quanto4": "transformers' QuantizedCache, optimum-quanto, 4 bits, groups of 64",
-    "hqq2": "transformers' QuantizedCache, HQQ, 2 bits, groups of 64",
-    "hqq4": "transformers' QuantizedCache, HQQ, 4 bits, groups of 64",
+    "quanto2": "transformers' QuantizedCache, optimum-quanto, 2-bit codes, groups of 64",
+    "quanto4": "transformers' QuantizedCache, optimum-quanto, 4-bit codes, groups of 64",
+    "hqq2": "transformers' QuantizedCache, HQQ, 2-bit codes, groups of 64",
+    "hqq4": "transformers' QuantizedCache, HQQ, 4-bit codes, groups of 64",
 }
 CAVEATS = {  # by the method that they belong to
     "kivi": "KIVI holds between none and 127 keys dense beside its 128 dense values; here both sides have the same dense "
@@ -43,19 +47,19 @@ def require() -> None:
 
 
 def write_report(
-    path: Path, results: Sequence[Mapping[str, Any]], layers: Mapping[str, Any] | None = None, command: str = ""
+    path: Path, results: Sequence[Mapping[str, Any]], layers: Mapping[str, Any] | None = None, command: Sequence[str] = ()
 ) -> Path:
     """Render and write the page; see :func:`render`."""
     return write_text(path, render(results, layers, command))
 
 
-def render(results: Sequence[Mapping[str, Any]], layers: Mapping[str, Any] | None = None, command: str = "") -> str:
+def render(results: Sequence[Mapping[str, Any]], layers: Mapping[str, Any] | None = None, command: Sequence[str] = ()) -> str:
     """The page.
 
     Args:
         results: of :func:`oscar_kv.evaluate.fidelity.evaluate` on one model, one per text.
         layers: the artifact's ``summary``, for the map of errors.
-        command: the command line that made the results.
+        command: the arguments of the command that made the results.
 
     Raises:
         InputError: matplotlib or jinja2 is missing.
@@ -70,26 +74,53 @@ def render(results: Sequence[Mapping[str, Any]], layers: Mapping[str, Any] | Non
     )  # fmt: skip
     environment.filters |= {"kl": _kl, "interval": _interval, "percent": _percent, "perplexity": _perplexity}
     environment.filters["breakable"] = lambda name: Markup("+<wbr>").join(name.split("+"))
+    environment.filters["svg"] = lambda plot: Markup(plot.svg)
     names = list(dict.fromkeys(row["method"] for result in results for row in result["results"]))
     page: str = environment.get_template(TEMPLATE).render(
         model=results[0]["model"],
         headlines=[headline(result) for result in results],
         results=results,
         best={result["text"]: best(result) for result in results},
+        few=few_windows(results[0]["settings"]["windows"]),
         plots=[
-            {
-                "position": Markup(plots.kl_by_position(result, f"p{i}")),
-                "pareto": Markup(plots.bits_against_kl(result, f"b{i}")),
-            }
+            {"pareto": plots.bits_against_kl(result, f"b{i}"), "position": plots.kl_by_position(result, f"p{i}")}
             for i, result in enumerate(results)
         ],
         layers=Markup(plots.layer_errors(layers or {}, "l")),
         glossary=[(name, DESCRIPTIONS.get(name, "a fixed setting of oscar-kv")) for name in _bases(names)],
         environment=environment_rows(results[0]["settings"]),
         caveats=caveats(results, names),
-        command=command,
+        command=shown_command(command),
     )
     return page
+
+
+def shown_command(arguments: Sequence[str]) -> list[str]:
+    """Arguments as a shell takes them, with ``~`` for the home folder: a page that is handed on need not tell whose it was."""
+    home = str(Path.home()).rstrip("/")
+
+    def shown(argument: str) -> str:
+        head, found, rest = argument.partition(home) if home else (argument, "", "")
+        if not found or head[-1:] not in ("", "=") or rest[:1] not in ("", "/"):
+            return shlex.quote(argument)
+        return (shlex.quote(head) if head else "") + "~" + rest[:1] + (shlex.quote(rest[1:]) if rest[1:] else "")
+
+    return [shown(argument) for argument in arguments]
+
+
+def few_windows(count: int) -> str:
+    """What to say first where the windows are too few for their intervals; else nothing."""
+    if count >= FEW:
+        return ""
+    if count == 1:
+        return (
+            "One window was measured, so there are no intervals: another window may well come out differently. "
+            f"Measure {FEW} windows or more for usable ones."
+        )
+    return (
+        f"{count} windows were measured: an interval of {count} values is {t_quantile(count - 1):.1f} standard errors wide to "
+        f"each side and says next to nothing. Measure {FEW} windows or more for usable ones."
+    )
 
 
 def headline(result: Mapping[str, Any]) -> str:
@@ -152,7 +183,7 @@ def caveats(results: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[
         f"Intervals are 95 % intervals of the mean over {count} windows of one text (Student's t): they say how much windows "
         "of this text differ, not how another text would come out."
         if count > 1
-        else "With a single window there are no intervals; one more --windows gives them.",
+        else "A single window has no interval.",
         "KL and agreement say how close the next-token distribution stays to the dense cache's; not accuracy on a task.",
         "Bits at 128K are computed from what would be allocated, with 16-bit dense windows.",
     ]

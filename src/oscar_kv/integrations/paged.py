@@ -20,7 +20,6 @@ from ..cache.store import check_append, check_crop
 from ..config import OscarConfig
 from ..kernels.layer import PagedLayer
 from ..kernels.paged import PagedTiers
-from ..kernels.pages import read_rows
 from ..method.transform import LayerTransform
 from .paged_index import PagedIndex, PagedIndices
 
@@ -131,14 +130,10 @@ class PagedStore:
         slots, dense_slots = self.index.slots(lo, hi - lo)
         sinks = torch.arange(lo, hi, device=slots.device) - self.index._pads[:, None] < self.config.sink
         kept = (dense_slots >= 0) & ~sinks
-        rows = read_rows(self.tensors["pages"], self.paged.layout, slots[kept])  # [N, Hkv, row bytes]
-        codec, other = self.transform.codecs()
-        rows, split, t = rows.transpose(0, 1), codec.row_bytes, self.transform
-        k = codec.decode(rows[..., :split]) @ t.query_in.mT + t.key_mean[:, None]  # [Hkv, N, D]
-        v = other.decode(rows[..., split:]) @ t.output_out + t.value_mean[:, None]
+        k, v = self.paged.read(self.tensors["pages"], slots[kept])  # [N, Hkv, D]
         for name, new in (("dense_key", k), ("dense_value", v)):
             cells = self.tensors[name].view(-1, *self.tensors[name].shape[2:])
-            cells[dense_slots[kept]] = new.transpose(0, 1).to(cells.dtype)
+            cells[dense_slots[kept]] = new.to(cells.dtype)
 
     @torch.inference_mode(False)
     def select(self, rows: Tensor) -> None:

@@ -96,6 +96,7 @@ def kernel_status() -> list[KernelStatus]:
         ("decode", "cuda"): missing() or _too_old(),
         ("decode", "triton"): no_triton or no_device,
         ("store", "triton"): no_triton or no_device,
+        ("prefill", "triton"): no_triton or no_device,
     }
     fine = {"cuda": "CUDA C++, compiled at first use", "triton": "compiled at first use"}
     return [

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..method.transform import LayerTransform
 from . import dispatch
 from .need import Need
-from .paged import PagedTiers
+from .paged import PagedTiers, stored_tokens
 from .pages import PageLayout
 
 
@@ -73,6 +73,18 @@ class PagedLayer:
         """
         with _there(key):
             self._run["store"](key, value, pages, slots, dense_key, dense_value, dense_slots)
+
+    def read(self, pages: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """What codes hold of stored tokens, in the model's space and float64: keys ``[N, Hkv, D]`` and values ``[N, Hkv, Dv]``.
+
+        For the few tokens whose dense copy is gone; attention reads codes without this.
+
+        Args:
+            pages: as above.
+            slots: int64 ``[N]``, none negative.
+        """
+        key, value = stored_tokens(pages, self.layout, self.transform, slots)
+        return key.transpose(0, 1), value.transpose(0, 1)
 
     def decode(
         self, query: Tensor, tiers: PagedTiers, *, scaling: float, softcap: float | None = None, sinks: Tensor | None = None

@@ -52,7 +52,8 @@ class LayerMaps:
         value_slots: ``[Hkv, S, Dv]``.
         value_sums: ``[Hkv, 3, Dv]``: centre, direct, mean.
         key_extra, value_extra: whether rows have a second number.
-        value_centre: whether the sum of probabilities times scales matters (values stored as digits).
+        key_centre, value_centre: whether there is a centre, that is, whether rows are digits. Then 1.5 times the sum of the
+            slots and the centre cancel, and ``extra`` is a channel by itself.
         trellis: values are trellis-coded.
     """
 
@@ -63,6 +64,7 @@ class LayerMaps:
     value_sums: Tensor
     key_extra: bool
     value_extra: bool
+    key_centre: bool
     value_centre: bool
     trellis: bool
 
@@ -71,9 +73,11 @@ def layer_maps(transform: LayerTransform) -> LayerMaps:
     """The maps of a layer, on the device of its transform.
 
     Raises:
-        ValueError: rows with several scales (``group_size`` below the head dim).
+        ValueError: rows with several scales (``group_size`` below the head dim), or keys on a trellis.
     """
     key_codec, value_codec = transform.codecs()
+    if key_codec.spec.name == "trellis":
+        raise ValueError('kernels read trellis-coded values, not keys: calibrate with key_codec "digits" or "int2"')
     heads = transform.num_kv_heads
     key, value = side(key_codec, heads), side(value_codec, heads)
     device = transform.key_in.device
@@ -93,6 +97,7 @@ def layer_maps(transform: LayerTransform) -> LayerMaps:
         value_sums=sums.float().contiguous(),
         key_extra=key.extra,
         value_extra=value.extra,
+        key_centre=bool(key.centre.any()),
         value_centre=bool(value.centre.any()),
         trellis=value_codec.spec.name == "trellis",
     )

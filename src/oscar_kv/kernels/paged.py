@@ -126,18 +126,25 @@ def _read(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Keys ``[Hkv, T, D]`` and values of the first ``length`` tokens of row ``b`` as attention sees them, in float64, and which
     are read dense, bool ``[T]``: all below ``sink`` and the last ``recent``."""
-    key_codec, value_codec = transform.codecs()
     position = torch.arange(length, device=tiers.pages.device)
     dense = (position < tiers.sink) | (position >= length - recent)
     slot = tiers.table[b].long()[position // layout.page_size] * layout.page_size + position % layout.page_size
-    rows = read_rows(tiers.pages, layout, slot).transpose(0, 1)  # [Hkv, T, row_bytes]
-    split = key_codec.row_bytes
-    k = key_codec.decode(rows[..., :split]).double() @ transform.query_in.double().mT + transform.key_mean.double()[:, None]
-    v = value_codec.decode(rows[..., split:]).double() @ transform.output_out.double() + transform.value_mean.double()[:, None]
+    k, v = stored_tokens(tiers.pages, layout, transform, slot)
     size = tiers.dense_key.shape[1]
     at = tiers.dense_table[b].long()[position // size], position % size
     raw_k, raw_v = (side[at].transpose(0, 1).double() for side in (tiers.dense_key, tiers.dense_value))  # [Hkv, T, D]
     return torch.where(dense[:, None], raw_k, k), torch.where(dense[:, None], raw_v, v), dense
+
+
+def stored_tokens(pages: Tensor, layout: PageLayout, transform: LayerTransform, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """What codes hold of the tokens at these slots (none negative), in the model's space: keys ``[Hkv, N, D]`` and values, in
+    float64."""
+    key_codec, value_codec = transform.codecs()
+    rows = read_rows(pages, layout, slots).transpose(0, 1)  # [Hkv, N, row_bytes]
+    split = key_codec.row_bytes
+    k = key_codec.decode(rows[..., :split]).double() @ transform.query_in.double().mT + transform.key_mean.double()[:, None]
+    v = value_codec.decode(rows[..., split:]).double() @ transform.output_out.double() + transform.value_mean.double()[:, None]
+    return k, v
 
 
 def _attend(

@@ -107,6 +107,11 @@ class LayerTransform:
         repeated: dict[str, Any] = {n: t.expand(heads, *t.shape[1:]).contiguous() for n, t in self.tensors().items()}
         return replace(self, **repeated)
 
+    def take_heads(self, part: slice) -> LayerTransform:
+        """The transform of some of the KV heads: what one rank of several needs."""
+        taken: dict[str, Any] = {name: tensor[part].contiguous() for name, tensor in self.tensors().items()}
+        return replace(self, **taken)
+
     def transform_key(self, key: Tensor) -> Tensor:
         """``[..., Hkv, T, D]`` to the stored space, float64 (so that a token's bytes do not depend on its batch)."""
         return (key.double() - self.key_mean.double().unsqueeze(-2)) @ self.key_in.double()

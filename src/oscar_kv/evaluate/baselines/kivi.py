@@ -1,4 +1,4 @@
-"""KIVI at 2 bits (arXiv 2402.02750): keys per channel over groups of tokens, values per token over groups of channels."""
+"""KIVI's 2-bit codes (arXiv 2402.02750): keys per channel over groups of tokens, values per token over groups of channels."""
 
 from __future__ import annotations
 

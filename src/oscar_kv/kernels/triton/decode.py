@@ -22,9 +22,9 @@ from ..maps import LayerMaps
 from ..paged import PagedTiers, query_terms
 from ..pages import PageLayout
 from . import decode_kernels
+from .checks import check_inputs
 from .jit import check_device, interpreted, load, power_of_two
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_PARTS = 128  # programs of one row and head; the merge reads their statistics as one tile
 DENSE_PART = 128  # dense tokens of a program where few rows leave the device idle
 PROGRAMS_PER_UNIT = 8  # of the split kernel, for each multiprocessor
@@ -69,7 +69,7 @@ def paged_decode(
     check_device("query", query)
     batch, query_heads, dim = query.shape
     heads, value_dim = maps.value_slots.shape[0], maps.value_slots.shape[-1]
-    _check(query, tiers, layout, maps, scaling, softcap, sinks)
+    check_inputs(query, tiers, layout, maps, batch, scaling, softcap, sinks)
     parts, splits = launch_parts(tiers, layout, batch, heads, num_splits, query.device)
     group, value_bytes = query_heads // heads, layout.value_codes
     needed = workspace_size(batch, query_heads, value_dim, parts + splits)
@@ -102,7 +102,7 @@ def paged_decode(
         assembly = not exact
     rows = max(16, power_of_two(group))
     width, value_width = (max(16, power_of_two(n)) for n in (dim, value_dim))
-    lookup = _lookup(query.device, torch.float32 if exact else torch.float16) if maps.trellis else slots
+    lookup = lookup_table(query.device, torch.float32 if exact else torch.float16) if maps.trellis else slots
     factor = scaling * (math.log2(math.e) if softcap is None else 1.0)
     stats = workspace[: batch * query_heads * (parts + splits) * 4]
     accumulator = workspace[stats.numel() : needed]
@@ -143,7 +143,7 @@ def launch_parts(
     Raises:
         ValueError: ``num_splits`` is not positive or too large.
     """
-    units = _units(device)
+    units = multiprocessors(device)
     busy = batch * heads
     parts = 1 if busy >= units else max(1, min(8, -(-(tiers.sink + tiers.recent) // DENSE_PART)))
     if num_splits is None:
@@ -163,59 +163,12 @@ def tuning(dim: int, value_dim: int, rows: int, dtype: torch.dtype) -> tuple[int
 
 
 @lru_cache(maxsize=64)
-def _units(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 1 for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @lru_cache(maxsize=16)
-def _lookup(device: torch.device, dtype: torch.dtype) -> Tensor:
+def lookup_table(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Values of the trellis states ``[256]``, made once."""
     return _table(device).to(dtype)
-
-
-def _check(
-    query: Tensor,
-    tiers: PagedTiers,
-    layout: PageLayout,
-    maps: LayerMaps,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> None:
-    """All that :func:`paged_decode` demands of its inputs but for out and workspace. Reads nothing from the device."""
-    batch, query_heads, dim = query.shape
-    heads, key_slots, value_dim = maps.query_slots.shape[0], maps.query_slots.shape[-1], maps.value_slots.shape[-1]
-
-    def demand(right: bool, text: str) -> None:
-        if not right:
-            raise ValueError(text)
-
-    demand(query.dtype in DTYPES, f"query must be float16, bfloat16 or float32, got {query.dtype}")
-    demand(query_heads % heads == 0, f"{query_heads} query heads do not divide into {heads} KV heads")
-    demand(dim == maps.query_slots.shape[1] == key_slots, f"query has {dim} channels, the maps {maps.query_slots.shape[1]}")
-    numbers = (2 + 2 * maps.key_extra, 2 + 2 * maps.value_extra)
-    widths = (-(-dim // 4), numbers[0], -(-value_dim // 4), numbers[1])
-    demand(layout.widths == widths, f"rows of widths {widths} belong to these maps, the layout has {layout.widths}")
-    demand(not maps.trellis or value_dim % 4 == 0, f"trellis values need a head dim divisible by 4, got {value_dim}")
-    pages = tiers.pages
-    shape = (heads, layout.head_bytes)
-    demand(pages.dtype == torch.uint8 and pages.shape[1:] == shape, f"pages must be uint8 [num_pages, {shape[0]}, {shape[1]}]")
-    demand(
-        pages.stride(2) == 1 and not pages.stride(0) % 16 and not pages.stride(1) % 16,
-        "pages must start at multiples of 16 bytes",
-    )
-    demand(pages.storage_offset() % 16 == 0, "pages must start at multiples of 16 bytes")
-    for name, side, width in (("dense_key", tiers.dense_key, dim), ("dense_value", tiers.dense_value, value_dim)):
-        demand(side.dtype == query.dtype, f"{name} is {side.dtype}, the query {query.dtype}")
-        demand(side.dim() == 4 and side.shape[2:] == (heads, width), f"{name} must be [pages, size, {heads}, {width}]")
-        demand(side.stride(3) == 1, f"{name} must have stride 1 in its last dimension")
-    demand(tiers.dense_key.shape[:2] == tiers.dense_value.shape[:2], "dense_key and dense_value have different pages")
-    for name, ints, dims in (("table", tiers.table, 2), ("dense_table", tiers.dense_table, 2), ("lengths", tiers.lengths, 1)):
-        demand(ints.dtype == torch.int32 and ints.dim() == dims, f"{name} must be int32 with {dims} dimensions")
-        demand(ints.shape[0] == batch and ints.stride(-1) == 1, f"{name} must have {batch} rows and stride 1")
-    demand(scaling > 0, f"scaling must be positive, got {scaling}")
-    demand(softcap is None or softcap > 0, f"softcap must be positive, got {softcap}")
-    demand(
-        sinks is None or (sinks.shape == (query_heads,) and sinks.is_contiguous()), f"sinks must be contiguous [{query_heads}]"
-    )
-    tensors = (pages, tiers.dense_key, tiers.dense_value, tiers.table, tiers.dense_table, tiers.lengths, maps.query_slots)
-    demand(all(t.device == query.device for t in tensors), f"all tensors must be on {query.device} like the query")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from inspect import isfunction
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +21,9 @@ def load(module: ModuleType) -> Any:
     import triton
     import triton.language
 
+    for name, value in list(vars(module).items()):  # functions of other files of kernels
+        if isfunction(value) and value.__module__ != module.__name__:
+            setattr(module, name, getattr(load(sys.modules[value.__module__]), name))
     for name in module.KERNELS:
         setattr(module, name, triton.jit(getattr(module, name)))
     vars(module)["tl"] = triton.language

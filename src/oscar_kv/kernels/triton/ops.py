@@ -9,7 +9,9 @@ from torch import Tensor
 
 from ..need import Need
 from ..paged import PagedTiers
-from .decode import DTYPES, paged_decode
+from .checks import DTYPES
+from .decode import paged_decode
+from .prefill import paged_prefill
 from .store import encode_store, store_maps
 
 
@@ -21,8 +23,6 @@ def unsupported(operation: str, need: Need) -> str:
         return f"the cache is on {need.device}, triton needs a CUDA device"
     if need.dtype not in DTYPES:
         return f"the model is {need.dtype}"
-    if operation == "prefill":
-        return "not part of this release"
     try:
         store_maps(need.transform) if operation == "store" else need.maps
     except (NotImplementedError, ValueError) as error:
@@ -64,3 +64,21 @@ class Operations:
         self, query: Tensor, tiers: PagedTiers, *, scaling: float, softcap: float | None, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return paged_decode(query, tiers, self.need.layout, self.need.maps, scaling=scaling, softcap=softcap, sinks=sinks)
+
+    def prefill(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        tiers: PagedTiers,
+        query_start_loc: Tensor,
+        *,
+        max_query_len: int,
+        scaling: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        return paged_prefill(
+            query, key, value, tiers, self.need.layout, self.need.maps, query_start_loc,
+            max_query_len=max_query_len, scaling=scaling, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
