@@ -93,6 +93,14 @@ def test_room_made_at_once_is_never_moved_and_room_that_grows_keeps_what_it_hold
     assert growing.get_seq_length() == 600
 
 
+@pytest.mark.skipif("gemma3n" not in FAMILIES, reason="this transformers release does not support the family")
+def test_layers_that_share_keys_need_room_once():
+    model = tiny_model("gemma3n")
+    cache = Paged(artifact_for(model), model, max_tokens=48)
+    decode(model, prompt(48), cache, [30, 18])
+    assert next(iter(cache.indices.by_device.values())).capacity == 48
+
+
 def test_bytes_are_those_of_the_tensors_held():
     model = tiny_model("llama")
     cache = Paged(artifact_for(model), model)

@@ -55,8 +55,8 @@ class PagedStore:
         self.batch: int | None = None
         self.tensors: dict[str, Tensor] = {}  # pages, dense_key, dense_value
 
-    def open(self, key: Tensor, value: Tensor) -> PagedLayer:
-        """The layer's kernels, and tensors for its tokens; the first call says on which device and in which dtype."""
+    def open(self, key: Tensor, value: Tensor, start: int) -> PagedLayer:
+        """The layer's kernels, and room for tokens from column ``start`` on; the first call says which device, and dtype."""
         t = self.transform
         held = (self.tensors["dense_key"].dtype, self.tensors["dense_value"].dtype) if self.tensors else None
         check_append(key, value, t.num_kv_heads, self.batch, (t.key_dim, t.value_dim), held)
@@ -65,7 +65,7 @@ class PagedStore:
             self.paged = PagedLayer(
                 self.transform, self.config.page_size, dtype=key.dtype, num_heads=self.num_heads, implementation=self.kernels
             )
-        self.index.make_room(self.length + key.shape[2], key.shape[0], key.device)
+        self.index.make_room(start + key.shape[2], key.shape[0], key.device)
         self._make_room(key, value)
         return self.paged
 
@@ -93,7 +93,7 @@ class PagedStore:
     def append(self, key: Tensor, value: Tensor) -> None:
         """Store several tokens a row, ``[B, Hkv, T, D]`` and ``[B, Hkv, T, Dv]`` in model dtype, post-RoPE. Padding that the
         index knows of is left out."""
-        layer, tokens = self.open(key, value), key.shape[2]
+        layer, tokens = self.open(key, value, self.length), key.shape[2]
         slots, dense_slots = self.index.slots(self.length, tokens)
         key, value = flat(key), flat(value)
         dense = self.tensors["dense_key"], self.tensors["dense_value"]
@@ -173,7 +173,7 @@ class PagedHandle:
         made = call
         call = in_one_dtype(call)
         tokens, store = call.key.shape[2], self.store
-        layer = store.open(call.key, call.value)
+        layer = store.open(call.key, call.value, self.start)
         store.index.note_padding(call.mask, self.start, tokens)
         if self.start:
             store.index.check_mask(call.mask, self.start, tokens)
