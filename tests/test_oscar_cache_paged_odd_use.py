@@ -15,6 +15,7 @@ from test_oscar_cache import padded
 from oscar_kv.attention import cache_argument
 from oscar_kv.integrations.transformers import OscarCache
 from oscar_kv.kernels import dispatch
+from oscar_kv.kernels.layer import PagedLayer
 
 CLOSE = 1e-5
 
@@ -131,6 +132,24 @@ def test_rows_changed_in_an_empty_cache_are_those_of_no_token(setting):
         cache.reset()
         cache.batch_repeat_interleave(2)
         outputs.append(decode(model, prompt(40, batch=2), cache, [30] + [1] * 10))
+    assert difference(outputs) < CLOSE
+
+
+@pytest.mark.parametrize("retried", [[30, 12], [30, 30]], ids=["padded", "not padded"])
+def test_padding_of_a_first_call_that_stored_nothing_is_forgotten(setting, retried, monkeypatch):
+    model, caches = setting[0], both(setting)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PagedLayer, "store", fail)
+        ids, mask = padded([5, 21])
+        with pytest.raises(MemoryError):
+            decode(model, ids, caches[0], [21], mask)
+    ids, mask = padded(retried)
+    given = None if min(retried) == 30 else mask
+    outputs = [decode(model, ids, cache, [20] + [1] * 10, given)[mask.bool()] for cache in caches]
     assert difference(outputs) < CLOSE
 
 

@@ -76,15 +76,18 @@ class PagedIndex:
         self.version += 1
 
     def note_padding(self, mask: Tensor | None, start: int, tokens: int) -> None:
-        """Find each row's left padding from the masks of its first calls, until every row has a real token."""
-        if self.knows_padding:
+        """Find each row's left padding from the masks of its first calls, until every row has a real token.
+
+        What a first call found that was interrupted before it stored anything counts for nothing.
+        """
+        if self.knows_padding and self.held:
             return
         own = None if mask is None else left_padding(mask, start, tokens)
         new = [0] * self.batch if own is None else own.expand(self.batch).tolist()
-        old = self.pads or [0] * self.batch
+        old = self.pads if self.pads and self.held else [0] * self.batch
         pads = [before + count if before == start else before for before, count in zip(old, new, strict=True)]
         self.knows_padding = max(pads) < start + tokens
-        if any(pads):
+        if any(pads) or self.pads:
             self.pads = pads
             self._pads.copy_(torch.tensor(pads, dtype=torch.int32))
 
