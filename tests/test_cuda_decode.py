@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_paged import layer
 
+from oscar_kv.kernels.cuda import decode
 from oscar_kv.kernels.cuda.decode import HEAD_DIMS, SOURCE, cannot, constants, num_splits, paged_decode
 from oscar_kv.kernels.maps import layer_maps
 from oscar_kv.kernels.paged import PagedTiers, paged_decode_reference
@@ -54,6 +55,24 @@ def test_what_does_not_compile_says_why() -> None:
 
     with pytest.raises(RuntimeError, match=r"decode\.cu does not compile with"):
         compile_source(SOURCE, {"D": 128}, (9, 0))
+
+
+def test_a_query_cut_out_of_several_is_read_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pointers go to the kernel: what it is given must lie as it reads."""
+    given: dict[str, tuple] = {}
+    record = {name: lambda *args, name=name: given.update({name: args[2:]}) for name in ("terms", "decode", "merge")}
+    monkeypatch.setattr(decode, "_compiled", lambda *args: record)
+    transform = layer("digits", "int2", 64)
+    layout = PageLayout.of(*transform.codecs(), 64)
+    dense, lengths = torch.zeros(4, 16, 2, 64), torch.ones(1, dtype=torch.int32)
+    tables = [torch.zeros(1, 4, dtype=torch.int32)] * 2
+    tiers = PagedTiers(layout.new_pages(4, 2, "cpu"), tables[0], dense, dense, tables[1], lengths, 16, 32)
+    query = torch.randn(1, 4, 3, 64).to(torch.bfloat16)[:, :, 1]
+    paged_decode(query, tiers, layout, layer_maps(transform), scaling=0.1, splits=1)
+    read = [x for args in given.values() for x in args if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16]
+    assert len(read) == 3  # the query twice, and the output
+    assert all(x.is_contiguous() for x in read)
+    assert torch.equal(read[0], query)
 
 
 def test_what_it_cannot_read_is_said() -> None:

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from caching import SLACK, artifact_for, decode, prompt
+from caching import SLACK, SMALL, artifact_for, decode, prompt
 from models import tiny_model
 from test_oscar_cache import padded
 
 from oscar_kv.attention import cache_argument
 from oscar_kv.integrations.transformers import OscarCache
+from oscar_kv.kernels import dispatch
 
 CLOSE = 1e-5
 
@@ -143,3 +144,29 @@ def test_rows_changed_in_inference_mode_go_on_outside_it(setting):
         with torch.no_grad():
             outputs.append(model(input_ids=prompt(1, batch=2), **{name: cache}).logits)
     assert difference(outputs) < CLOSE
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_autocast_is_the_plain_layout_s(family, kernels):
+    model = tiny_model(family)
+    artifact = artifact_for(model, SMALL.with_(group_size=-1))
+    outputs = []
+    for which in (kernels, "off"):
+        cache = OscarCache(artifact, model, kernels=which)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs.append(decode(model, prompt(24), cache, [16, 1, 1, 3, 1, 1, 1]).float())
+    assert (outputs[0] - outputs[1]).abs().mean() < 1e-3 * outputs[1].std()
+
+
+def test_a_reset_cache_takes_the_model_in_another_dtype(monkeypatch):
+    chosen: list[torch.dtype] = []
+    choose = dispatch.choose
+    monkeypatch.setattr(dispatch, "choose", lambda need, wanted: chosen.append(need.dtype) or choose(need, wanted))
+    model = tiny_model("llama")
+    cache = OscarCache(artifact_for(model), model, kernels="reference")
+    decode(model, prompt(20), cache, [20])
+    cache.reset()
+    model.to(torch.bfloat16)
+    assert decode(model, prompt(20), cache, [19, 1]).dtype == torch.bfloat16
+    assert chosen == [torch.float32] * 2 + [torch.bfloat16] * 2

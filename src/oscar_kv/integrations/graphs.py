@@ -23,6 +23,7 @@ from .transformers import OscarCache
 
 STEP = ("input_ids", "position_ids", "attention_mask")  # what may change from step to step
 GRAPHED = ("cuda",)  # kinds of devices
+WAITING = ("reference",)  # implementations that read lengths on the host, which a capture forbids
 SETTINGS = ("use_cache", "return_dict", "logits_to_keep")  # what is captured as it is
 
 
@@ -55,7 +56,11 @@ def why_not(cache: Any) -> str:
     if len(cache.indices.by_device) != 1:
         return "its layers are on several devices" if cache.indices.by_device else "it is empty"
     (device,) = cache.indices.by_device
-    return "" if device.type in GRAPHED else f"it is on {device}"
+    if device.type not in GRAPHED:
+        return f"it is on {device}"
+    layers = [layer.store.paged.choices for layer in cache.layers if layer.store.paged is not None]
+    slow = [c[op].reason for c in layers for op in ("store", "decode") if c[op].implementation in WAITING]
+    return f"some layers run in plain torch, which waits for the device ({slow[0] or 'as asked for'})" if slow else ""
 
 
 class _Step:
@@ -73,11 +78,14 @@ class _Step:
         if args or not self._is_step(kwargs) or why_not(cache):
             return self.eager(*args, **kwargs)
         (index,) = cache.indices.by_device.values()
-        key = (cache, index.version, *(kwargs.get(name) for name in SETTINGS))
+        shapes = (kwargs["input_ids"].shape, kwargs["position_ids"].shape)
+        key = (cache, index.version, *shapes, *(kwargs.get(name) for name in SETTINGS))
         full = cache.get_seq_length() >= index.capacity
-        if full or not self._same(key):
+        if full or not index.knows_padding or not self._same(key):
             self.key, self.replay = key, None
-            return self.eager(**kwargs)  # grows the cache, compiles kernels
+            return self.eager(**kwargs)  # grows the cache, finds padding, compiles kernels
+        cache.check_lengths()
+        index.set_length(cache.get_seq_length())  # changes something only after an interrupted call
         if kwargs.get("attention_mask") is not None:
             index.check_columns(kwargs["attention_mask"])
         if self.replay is None:
@@ -88,13 +96,15 @@ class _Step:
         self.ids.copy_(kwargs["input_ids"])
         self.positions.copy_(kwargs["position_ids"])
         self.replay()
-        return dataclasses.replace(self.output, logits=self.output.logits.clone())
+        return _copy(self.output)
 
     def _is_step(self, kwargs: dict[str, Any]) -> bool:
         """One new token a row, and nothing that a graph would not know of."""
         ids, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
         if not isinstance(ids, Tensor) or not isinstance(positions, Tensor) or ids.shape[1] != 1 or torch.is_grad_enabled():
             return False
+        if torch.is_autocast_enabled(ids.device.type):
+            return False  # its casts of weights would be captured with the graph
         mask = kwargs.get("attention_mask")
         known = {*STEP, *SETTINGS, self.argument}
         others = [value for name, value in kwargs.items() if name not in known]
@@ -104,7 +114,8 @@ class _Step:
         return self.key is not None and self.key[0] is key[0] and self.key[1:] == key[1:]
 
     def _capture(self, cache: OscarCache, index: PagedIndex, kwargs: dict[str, Any]) -> None:
-        self.ids, self.positions = kwargs["input_ids"].clone(), kwargs["position_ids"].clone()
+        with torch.inference_mode(False):  # may be written to outside it as well
+            self.ids, self.positions = kwargs["input_ids"].clone(), kwargs["position_ids"].clone()
         mask = torch.ones(len(self.ids), 1, 1, 1, dtype=torch.bool, device=self.ids.device)  # ready-made: is not looked at
         index.trust(mask)
         fixed = {name: kwargs[name] for name in (*SETTINGS, self.argument) if name in kwargs}
@@ -130,6 +141,17 @@ class _Step:
             layer.store.length = start
             layer.taken()
         index.held = start
+
+
+def _copy(value: Any) -> Any:
+    """An output whose tensors the next replay leaves alone."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_copy, value))
+    if dataclasses.is_dataclass(value) and isinstance(value, dict):  # a ModelOutput
+        return dataclasses.replace(value, **{name: _copy(item) for name, item in value.items()})
+    return value
 
 
 def capture(function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:

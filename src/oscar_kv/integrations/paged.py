@@ -8,7 +8,9 @@ slower one that is exact to the bit). A decode step launches kernels only and ne
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +20,6 @@ from ..cache.store import check_append, check_crop
 from ..config import OscarConfig
 from ..kernels.layer import PagedLayer
 from ..kernels.paged import PagedTiers
-from ..kernels.pages import read_rows
 from ..method.transform import LayerTransform
 from .paged_index import PagedIndex, PagedIndices
 
@@ -59,7 +60,7 @@ class PagedStore:
         t = self.transform
         held = (self.tensors["dense_key"].dtype, self.tensors["dense_value"].dtype) if self.tensors else None
         check_append(key, value, t.num_kv_heads, self.batch, (t.key_dim, t.value_dim), held)
-        if self.paged is None or self.paged.transform.key_in.device != key.device:
+        if self.paged is None or (self.paged.transform.key_in.device, self.paged.dtype) != (key.device, key.dtype):
             self.transform, self.index = t.to(key.device), self.indices.on(key.device)
             self.paged = PagedLayer(
                 self.transform, self.config.page_size, dtype=key.dtype, num_heads=self.num_heads, implementation=self.kernels
@@ -129,14 +130,10 @@ class PagedStore:
         slots, dense_slots = self.index.slots(lo, hi - lo)
         sinks = torch.arange(lo, hi, device=slots.device) - self.index._pads[:, None] < self.config.sink
         kept = (dense_slots >= 0) & ~sinks
-        rows = read_rows(self.tensors["pages"], self.paged.layout, slots[kept])  # [N, Hkv, row bytes]
-        codec, other = self.transform.codecs()
-        rows, split, t = rows.transpose(0, 1), codec.row_bytes, self.transform
-        k = codec.decode(rows[..., :split]) @ t.query_in.mT + t.key_mean[:, None]  # [Hkv, N, D]
-        v = other.decode(rows[..., split:]) @ t.output_out + t.value_mean[:, None]
+        k, v = self.paged.read(self.tensors["pages"], slots[kept])  # [N, Hkv, D]
         for name, new in (("dense_key", k), ("dense_value", v)):
             cells = self.tensors[name].view(-1, *self.tensors[name].shape[2:])
-            cells[dense_slots[kept]] = new.transpose(0, 1).to(cells.dtype)
+            cells[dense_slots[kept]] = new.to(cells.dtype)
 
     @torch.inference_mode(False)
     def select(self, rows: Tensor) -> None:
@@ -173,6 +170,8 @@ class PagedHandle:
         if getattr(call.value, HANDLE, None) is not self:
             raise RuntimeError("this model changes values between cache and attention, so they cannot be packed")
         self.taken()
+        made = call
+        call = in_one_dtype(call)
         tokens, store = call.key.shape[2], self.store
         layer = store.open(call.key, call.value)
         store.index.note_padding(call.mask, self.start, tokens)
@@ -189,7 +188,7 @@ class PagedHandle:
             store.length = self.start + tokens
             return outputs[0] if tokens == 1 else torch.cat(outputs, 1), None
         output = self._several(layer, call)
-        return call.base() if output is None else (output, None)
+        return made.base() if output is None else (output, None)
 
     @torch.no_grad()
     def _step(self, layer: PagedLayer, call: AttentionCall, t: int) -> Tensor:
@@ -232,6 +231,12 @@ class PagedHandle:
         if real is not None:
             out = out.new_zeros(index.batch * tokens, *out.shape[1:]).index_copy(0, real, out)
         return out.view(index.batch, tokens, *out.shape[1:])
+
+
+def in_one_dtype(call: AttentionCall) -> AttentionCall:
+    """Under autocast rotary embeddings make queries and keys of float32 beside values of 16 bits; kernels know one dtype."""
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in (call.query, call.key, call.value)))
+    return replace(call, query=call.query.to(dtype), key=call.key.to(dtype), value=call.value.to(dtype))
 
 
 def flat(x: Tensor) -> Tensor:

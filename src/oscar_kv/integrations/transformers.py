@@ -127,19 +127,23 @@ class OscarCache(Cache):  # type: ignore[misc]
                 f"OscarCache needs attn_implementation={NAME!r}, the model is set to {implementation!r}: call "
                 f"model.set_attn_implementation({NAME!r}) (any other implementation would not read the packed history)"
             )
-        self._check_lengths(layer_idx)
+        if layer_idx == self._growing[0]:
+            self.check_lengths()
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
 
-    def _check_lengths(self, layer_idx: int) -> None:
-        """At the first layer of a call, all layers must hold the same tokens."""
-        if layer_idx != self._growing[0]:
-            return
-        held = self.layers[layer_idx].get_seq_length()
+    def check_lengths(self) -> None:
+        """When a call begins, all layers must hold the same tokens.
+
+        Raises:
+            RuntimeError: they do not.
+        """
+        first = self._growing[0]
+        held = self.layers[first].get_seq_length()
         for i in self._growing:
             if (length := self.layers[i].get_seq_length()) != held:
                 raise RuntimeError(
-                    f"layer {layer_idx} holds {held} tokens and layer {i} holds {length}: an earlier forward call was "
+                    f"layer {first} holds {held} tokens and layer {i} holds {length}: an earlier forward call was "
                     "interrupted between them. reset() the cache and give the tokens again"
                 )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class PagedLayer:
 
     Attributes:
         layout: of the packed pages.
+        transform, dtype: as given.
         choices: by operation ("store", "decode", "prefill"), which implementation runs and why none above it.
 
     Raises:
@@ -41,13 +43,11 @@ class PagedLayer:
         num_heads: int,
         implementation: str | None = None,
     ) -> None:
-        self.transform = transform
+        self.transform, self.dtype = transform, dtype
         self.layout = PageLayout.of(*transform.codecs(), page_size)
         need = Need(transform, self.layout, dtype, num_heads)
         self.choices = dispatch.choose(need, implementation)
         self._run = {operation: dispatch.load(choice, need) for operation, choice in self.choices.items()}
-        # kernels are launched on torch's current device, which with several need not be the layer's
-        self._on_device = torch.cuda.device(need.device) if need.device.type == "cuda" else nullcontext()
 
     def __deepcopy__(self, memo: dict[int, object]) -> PagedLayer:
         return self  # holds nothing of any token: copies of a cache share it
@@ -71,7 +71,7 @@ class PagedLayer:
             dense_key, dense_value: ``[num_dense_pages, dense_page_size, Hkv, D]`` and ``[.., Dv]``; or none of the three.
             dense_slots: int64 ``[N]`` likewise for the dense pages.
         """
-        with self._on_device:
+        with _there(key):
             self._run["store"](key, value, pages, slots, dense_key, dense_value, dense_slots)
 
     def read(self, pages: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ class PagedLayer:
     ) -> tuple[Tensor, Tensor]:
         """One query token a row, its own key and value already in the dense pages: output ``[B, Hq, Dv]`` in the query's dtype
         and log-sum-exp ``[B, Hq]`` in float32; see :func:`oscar_kv.kernels.paged.paged_decode_reference`."""
-        with self._on_device:
+        with _there(query):
             out, lse = self._run["decode"](query, tiers, scaling=scaling, softcap=softcap, sinks=sinks)
         return out, lse
 
@@ -111,9 +111,17 @@ class PagedLayer:
         """New tokens of several rows over their histories and themselves, causal: output ``[N, Hq, Dv]`` in the query's dtype
         and log-sum-exp ``[N, Hq]`` in float32; see :func:`oscar_kv.kernels.paged.paged_prefill_reference`. ``max_query_len`` is
         the most new tokens of any row."""
-        with self._on_device:
+        with _there(query):
             out, lse = self._run["prefill"](
                 query, key, value, tiers, query_start_loc,
                 max_query_len=max_query_len, scaling=scaling, softcap=softcap, sinks=sinks,
             )  # fmt: skip
         return out, lse
+
+
+@contextmanager
+def _there(tensor: Tensor) -> Iterator[None]:
+    """Kernels are launched on the current device, which in a model spread over several is not each layer's; and what they
+    compute in float32 is none of autocast's business."""
+    with torch.cuda.device_of(tensor), torch.autocast(tensor.device.type, enabled=False):  # type: ignore[no-untyped-call]
+        yield

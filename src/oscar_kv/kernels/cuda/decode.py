@@ -68,8 +68,8 @@ def paged_decode(
     """One query token per row over pages of codes and dense pages.
 
     Args:
-        query: ``[B, Hq, D]`` float16 or bfloat16, contiguous.
-        tiers, layout, maps: the cache and the layer; :func:`unsupported` must have no objection.
+        query: ``[B, Hq, D]`` float16 or bfloat16.
+        tiers, layout, maps: the cache and the layer; :func:`cannot` must have no objection.
         scaling, softcap, sinks: as in :func:`..paged.paged_decode_reference`.
         splits: blocks per row and head for the codes; None = :func:`num_splits` of the table's width.
         out: ``[B, Hq, D]`` to write to.
@@ -77,6 +77,7 @@ def paged_decode(
     Returns:
         Output in the query's dtype and log-sum-exp ``[B, Hq]`` float32.
     """
+    query = query.contiguous()  # one of several new tokens, cut out of ``[B, Hq, T, D]``, is not
     batch, query_heads, dim = query.shape
     heads = maps.query_slots.shape[0]
     group = query_heads // heads
