@@ -35,8 +35,6 @@ CALLS = {
     f"{ROWS}.free": "self req",
     f"{ROWS}.clear": "self",
     f"{POOL}._create_buffers": "self",
-    f"{POOL}._build_kv_buffer_descs": "self",
-    f"{POOL}._init_data_ptrs_and_strides": "self",
     f"{BACKEND}.init_forward_metadata": "self forward_batch",
     f"{BACKEND}.init_forward_metadata_out_graph": "self forward_batch in_capture",
     f"{BACKEND}.init_forward_metadata_in_graph": "self forward_batch",
