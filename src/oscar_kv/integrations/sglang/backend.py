@@ -134,8 +134,7 @@ class OscarBackend(AttentionBackend):  # type: ignore[misc]
     def _enter(self, rids: list[str], starts: list[int], counts: list[int]) -> list[tuple[int, int]]:
         """Take note of a call's rows on the host; returns row and position of each token to be filled from codes."""
         windows, fill, fresh = self.arena.windows, [], []
-        for rid, start, count in zip(rids, starts, counts, strict=True):
-            row, state = self.tracker.row(rid)
+        for (row, state), start, count in zip(self.tracker.begin(rids, starts), starts, counts, strict=True):
             if state.fresh:
                 fresh.append(row)
                 positions = [p for block in state.missing for p in range(block * BLOCK, (block + 1) * BLOCK)]
