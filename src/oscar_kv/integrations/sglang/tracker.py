@@ -23,7 +23,10 @@ class Tracker:
         self._waiting: dict[str, list[Hashable]] = {}  # keys of requests that have a row and no token in it
 
     def keys(self, req: Any) -> list[Hashable]:
-        """What a request's sink blocks are published under: its tokens from the first on, and what else its keys depend on."""
+        """What a request's sink blocks are published under: its tokens from the first on, and what else its keys and values
+        depend on (``extra_key``: the adapter among others); none where tokens do not say what was embedded."""
+        if getattr(req, "input_embeds", None) is not None or getattr(req, "positional_embed_overrides", None) is not None:
+            return []
         shape = self.windows.shape
         tokens = tuple(islice(chain(req.origin_input_ids, req.output_ids), shape.sink))
         return [(req.extra_key, tokens[:end]) for end in range(BLOCK, len(tokens) + 1, BLOCK)]
