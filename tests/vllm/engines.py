@@ -144,16 +144,18 @@ class Answer:
     cached: int
 
 
-def ask(llm: Any, prompts: list[list[int]], new: int = 12) -> list[Answer]:
+def ask(llm: Any, prompts: list[list[int]], new: int = 12, vocabulary: int = 256) -> list[Answer]:
+    """Greedy answers; with ``vocabulary`` 0, only the log-probability of each chosen token, ``[T, 1]``."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=new, logprobs=256, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(temperature=0, max_tokens=new, logprobs=vocabulary, ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
     answers = []
     for ids, output in zip(prompts, outputs, strict=True):
-        steps = output.outputs[0].logprobs
-        rows = torch.tensor([[step[i].logprob for i in range(256)] for step in steps])
-        answers.append(Answer(ids, list(output.outputs[0].token_ids), rows, output.num_cached_tokens or 0))
+        tokens, steps = list(output.outputs[0].token_ids), output.outputs[0].logprobs
+        shown = [range(vocabulary) if vocabulary else [token] for token in tokens]
+        rows = torch.tensor([[step[i].logprob for i in which] for step, which in zip(steps, shown, strict=True)])
+        answers.append(Answer(ids, tokens, rows, output.num_cached_tokens or 0))
     return answers
 
 

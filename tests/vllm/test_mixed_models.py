@@ -18,7 +18,7 @@ MODELS = {
 
 @pytest.fixture(scope="module", params=list(MODELS))
 def served(request, tmp_path_factory):
-    """A model and its engine. Pages of 512 tokens: blocks of 32 float32 tokens, the least that CPU_ATTN reads, fit into them."""
+    """A model and its engine. Pages of 512 tokens hold the bytes of 32 raw float32 ones, the least that CPU_ATTN reads."""
     model = make_tiny(tmp_path_factory.mktemp(request.param), request.param, **MODELS[request.param])
     with engine(model, poisoned=False, attention_config=STOCK, block_size=512) as llm:
         yield model, llm
