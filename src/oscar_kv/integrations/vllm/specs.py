@@ -86,7 +86,7 @@ def shared_sliding_spec(spec: Any, page_bytes: int, backend: Any) -> Any:
     sizes = backend.get_supported_kernel_block_sizes()
     if not any(block % s.base == 0 if isinstance(s, MultipleOf) else block == s for s in sizes):
         raise InputError(
-            f"the backend {backend.get_name()} of the sliding-window layers reads blocks of {sizes} tokens, and a packed page has "
-            f"the bytes of {block}: use --block-size 256 (or 512), or another backend for them"
+            f"the backend {backend.get_name()} of the sliding-window layers reads blocks of {sizes} tokens, and a packed page "
+            f"has the bytes of {block}: use --block-size 256 (or 512), or another backend for them"
         )
     return replace(spec, block_size=block, page_size_padded=page_bytes, **compat.strided_blocks(SlidingWindowSpec))
