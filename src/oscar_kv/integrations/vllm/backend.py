@@ -16,7 +16,7 @@ from . import compat
 from .plan import current_plan
 from .refusals import CACHE_DTYPES, explain
 
-BLOCK_SIZES = [128, 256]  # tokens of a packed page: large enough that dense blocks of the same bytes hold 16 or more
+BLOCK_SIZES = [128, 256, 512]  # tokens of a packed page: large enough that dense blocks of the same bytes hold 16 or more
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
