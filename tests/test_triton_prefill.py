@@ -208,6 +208,12 @@ def test_one_new_token_a_row_is_decoding(key: str, value: str) -> None:
     assert torch.allclose(lse, sums, atol=2e-5)
 
 
+def test_no_tokens_are_no_launch() -> None:
+    case = fill(layer("digits", "int2", 64), [(30, 0), (0, 0)], 2)
+    out, lse = case.run(max_query_len=1)
+    assert (out.shape, lse.shape) == ((0, 4, 64), (0, 4))
+
+
 def test_tokens_behind_the_last_row_are_left_alone() -> None:
     case = fill(layer("digits", "int2", 64), [(40, 6), (20, 5)], 2)
     whole, _ = case.run()
