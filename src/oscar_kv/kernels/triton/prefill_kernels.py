@@ -140,7 +140,8 @@ def history(
     mass, sum of extra. Grid: blocks of tokens, KV heads, splits of the history.
 
     Codes are read as ``code - 1.5``. What digits have in common (CENTRE) is zero then, and their extra is a channel by itself;
-    INT2 adds the middle of its range, ``1.5 scale + extra``, to every channel. ``numbers`` and ``words`` are ``pages`` in 16
+    INT2 adds the middle of its range, ``1.5 scale + extra``, to every channel: for keys as a logit of its own, exactly, since
+    differences of logits count; for values before they are rounded to float16. ``numbers`` and ``words`` are ``pages`` in 16
     and 32 bits.
     """
     TOKENS: tl.constexpr = M // G
@@ -198,12 +199,11 @@ def history(
         scale, k_extra = numbers_of(numbers_at, words_at, token, P * KB, KEY_EXTRA)
         v_scale, v_extra = numbers_of(numbers_at, words_at, token, VALUES + P * VB, VALUE_EXTRA)
 
-        middle = scale * 0.0
-        if KEY_EXTRA and not KEY_CENTRE:
-            middle = 0.25 * (1.5 * scale + k_extra)
-        s = tl.dot(q, tl.trans(stored(k, scale, middle, N, DW, DOT, ASM)), input_precision="tf32x3")
+        s = tl.dot(q, tl.trans(stored(k, scale, scale * 0.0, N, DW, DOT, ASM)), input_precision="tf32x3")
         s = s * slope[:, None] + offset[:, None]
-        if KEY_EXTRA and KEY_CENTRE:
+        if KEY_EXTRA:
+            if not KEY_CENTRE:
+                k_extra += 1.5 * scale
             s += direct[:, None] * k_extra[None, :]
         if CAP:
             s = (2.0 * cap * 1.4426950408889634) * tl.sigmoid(s * (2.0 / cap)) - cap * 1.4426950408889634
