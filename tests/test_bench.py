@@ -14,6 +14,7 @@ from commands import run
 from oscar_kv.bench import baselines, operations
 from oscar_kv.bench.synthetic import FilledCache, Geometry, synthetic_layer
 from oscar_kv.bench.timing import Time, copies_for, timed
+from oscar_kv.kernels.layer import PagedLayer
 
 CPU = torch.device("cpu")
 SMALL = ("--heads", "4", "--kv-heads", "2", "--head-dim", "32", "--sink", "16", "--recent", "20")
@@ -71,6 +72,8 @@ def test_the_table_is_for_people():
         (("decode", "--context", "0"), "positive"),
         (("decode", "--kernels", "cutlass"), "auto, cuda, triton, reference"),
         (("decode", "--format", "xml"), "md or json"),
+        (("prefill", "--tokens", "0"), "at least 1"),
+        (("store", "--tokens", "-3"), "at least 1"),
         (("decode", "--sink", "5"), "multiple of 16"),
         (("generate", "--shape", "gpt5"), "Qwen3-8B, tiny"),
         (("generate", "--shape", "tiny", "--steps", "0"), "at least 1"),
@@ -92,6 +95,39 @@ def test_a_wrong_kernel_is_not_given_a_speed(monkeypatch):
     assert row["us"] is row["speedup"] is row["gb_per_s"] is None
 
 
+@pytest.mark.parametrize(
+    ("op", "spoil"),
+    [
+        ("decode", lambda out: out[-1:].mul_(2)), ("decode", lambda out: out[1:2].fill_(math.nan)),
+        ("prefill", lambda out: out[9:].mul_(2)), ("prefill", lambda out: out.mul_(2)),
+    ],
+    ids=["last row", "not finite", "last row of prefill", "all"],
+)  # fmt: skip
+def test_a_kernel_wrong_in_some_rows_is_not_given_a_speed(op, spoil, monkeypatch):
+    g, true = Geometry(3, 60, 4, 2, 32, torch.float32, 16, 20), getattr(PagedLayer, op)
+
+    def wrong(self, *args, **kwargs):
+        out, lse = true(self, *args, **kwargs)
+        spoil(out)
+        return out, lse
+
+    monkeypatch.setattr(PagedLayer, op, wrong)
+    more = (9,) if op == "prefill" else ()
+    row = getattr(operations, f"bench_{op}")(g, *more, "fast", CPU, None, 1e9)
+    assert not row["correct"]
+    assert row["us"] is row["speedup"] is row["gb_per_s"] is row.get("tflops") is None
+
+
+def test_a_store_that_forgets_the_dense_copies_is_not_given_a_speed(monkeypatch):
+    g, true = Geometry(3, 60, 4, 2, 32, torch.float32, 16, 20), PagedLayer.store
+    monkeypatch.setattr(
+        PagedLayer, "store", lambda self, key, value, pages, slots, *dense: true(self, key, value, pages, slots)
+    )
+    row = operations.bench_store(g, 3, "fast", CPU, None, 1e9)
+    assert not row["correct"]
+    assert row["us"] is None
+
+
 def test_baselines_compute_causal_attention_of_the_last_tokens():
     q, k, v = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
     expected = torch.zeros(2, 4, 5, 16)
@@ -101,7 +137,7 @@ def test_baselines_compute_causal_attention_of_the_last_tokens():
                 logits = k[b, h // 2, : t + 5] @ q[b, h, t] / 4
                 expected[b, h, t] = logits.softmax(0) @ v[b, h // 2, : t + 5]
     assert torch.allclose(baselines.exact(q, k, v, block=2), expected, atol=1e-5)
-    assert baselines.usable(baselines.prefill_paths(0.25, CPU), q, k, v)
+    assert len(baselines.usable(baselines.prefill_paths(0.25, CPU), q, k, v)) == 2
     assert len(baselines.usable(baselines.decode_paths(0.25, CPU), q[:, :, :1], k, v)) == 2
 
 

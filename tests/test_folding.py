@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.utils.parametrize
 from caching import artifact_for, decode, prompt
 from models import tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -45,6 +46,36 @@ def test_folded_model_and_artifact_belong_together(tmp_path):
     folded.save(tmp_path / "artifact")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     OscarCache(Artifact.load(tmp_path / "artifact"), again)
+
+
+def _refused(model, words):
+    weights = [p.clone() for p in model.parameters() if not p.is_meta]
+    with pytest.raises(InputError, match=words):
+        fold(model, artifact_for(model))
+    assert all(torch.equal(a, b) for a, b in zip(weights, [p for p in model.parameters() if not p.is_meta], strict=True))
+
+
+def test_weights_used_twice_are_not_changed():
+    model = tiny_model("llama")
+    model.model.layers[1].self_attn.v_proj.weight = model.model.layers[0].self_attn.v_proj.weight
+    _refused(model, r"layer 0 cannot be folded: .*layers\.0.*v_proj\.weight and .*layers\.1.*v_proj\.weight are the same")
+
+
+def test_weights_made_of_others_are_not_changed():
+    class Double(torch.nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    model = tiny_model("llama")
+    torch.nn.utils.parametrize.register_parametrization(model.model.layers[1].self_attn.v_proj, "weight", Double())
+    _refused(model, "layer 1: no linear v_proj")
+
+
+def test_offloaded_weights_are_not_changed():
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny_model("llama")
+    accelerate.cpu_offload(model.model.layers[1], execution_device=torch.device("cpu"))
+    _refused(model, "layer 1: its weights are offloaded")
 
 
 @pytest.mark.parametrize(("family", "words"), [("phi3", "fused or quantized"), ("gemma3n", "changed between v_proj and")])

@@ -23,6 +23,7 @@ from .errors import InputError
 from .geometry import FOLDED, model_geometry
 from .method.transform import LayerTransform
 
+DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 PROBE = 8  # tokens that show where values come from and outputs go
 
 
@@ -44,7 +45,7 @@ def fold(model: Any, artifact: Artifact) -> Artifact:
     Raises:
         ArtifactError: the artifact is another model's.
         InputError: a layer's values do not come straight from a linear ``v_proj``, or its outputs do not go straight into a
-            linear ``o_proj``. Nothing is changed then.
+            linear ``o_proj``; or weights are quantized, offloaded, or used in several places. Nothing is changed then.
     """
     transforms = artifact.for_model(model)
     if getattr(model.config.get_text_config(decoder=True), FOLDED, None):
@@ -103,6 +104,18 @@ def _find(model: Any, wanted: set[int]) -> dict[int, _Projections]:
             "fused or quantized projections cannot be folded"
         )
     found = {index: _named(by_layer[index]) for index in wanted}
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for index, pair in sorted(found.items()):
+        assert pair is not None
+        for parameter in (*pair.value.parameters(), pair.output.weight):
+            if parameter.is_meta:
+                raise InputError(
+                    f"layer {index}: its weights are offloaded, and cannot be changed where they are: load it whole"
+                )
+            if len(shared := names.get(id(parameter), [])) > 1:
+                raise InputError(f"layer {index} cannot be folded: {' and '.join(shared)} are the same tensor")
     made: dict[int, Tensor] = {}
     given: dict[int, Tensor] = {}
     wrong: dict[int, str] = {}
@@ -145,6 +158,6 @@ def _named(module: nn.Module) -> _Projections | None:
     value = getattr(module, "v_proj", None)
     for name in OUTPUT_NAMES:
         output = getattr(module, name, None)
-        if isinstance(output, nn.Linear) and isinstance(value, nn.Linear) and value.weight.is_floating_point():
-            return _Projections(value, output)
+        if type(output) is type(value) is nn.Linear and {output.weight.dtype, value.weight.dtype} <= DTYPES:
+            return _Projections(value, output)  # subclasses may make their weights of other tensors
     return None

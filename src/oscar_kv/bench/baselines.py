@@ -43,15 +43,17 @@ def decode_paths(scaling: float, device: torch.device) -> Iterator[tuple[str, At
 def prefill_paths(scaling: float, device: torch.device) -> Iterator[tuple[str, Attention]]:
     """Ways to answer ``q [B, Hq, T, D]``, the last tokens of ``k, v [B, Hkv, L, D]``, causally."""
 
-    def lower_right(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    def lower_right(backend: SDPBackend, grouped: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not grouped:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         with sdpa_kernel(backend):
             if q.shape[2] == k.shape[2]:
-                return sdpa(q, k, v, scale=scaling, is_causal=True)
-            return sdpa(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2]), scale=scaling)
+                return sdpa(q, k, v, scale=scaling, is_causal=True, enable_gqa=grouped)
+            return sdpa(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2]), scale=scaling, enable_gqa=grouped)
 
     for name, backend in _backends(device):
-        yield f"{name}, heads repeated", partial(lower_right, backend)
+        yield f"{name}, heads repeated", partial(lower_right, backend, False)
+        yield f"{name}, enable_gqa", partial(lower_right, backend, True)
     yield from _flash_attention(scaling, causal=True)
 
 

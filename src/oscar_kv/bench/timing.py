@@ -1,4 +1,4 @@
-"""Times of GPU work (events around replayed graphs, cold caches) and of CPU work (wall clock)."""
+"""Times of GPU work (events around replayed graphs, cold caches) and of all else (wall clock)."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ def copies_for(nbytes: int, device: torch.device) -> int:
     return 1 if device.type != "cuda" else max(1, min(MOST_COPIES, -(-COLD_BYTES // max(1, nbytes))))
 
 
-def timed(calls: Sequence[Callable[[], object]], device: torch.device, repeats: int = REPEATS) -> Time:
+def timed(calls: Sequence[Callable[[], object]], device: torch.device, repeats: int = REPEATS, captured: bool = True) -> Time:
     """Time of one call, from rounds over all of them.
 
     Args:
         calls: the same work on different inputs; on a GPU all are captured in one graph, which is replayed.
+        captured: False for what cannot be: wall clock until the device is idle again.
     """
-    measure = _on_gpu(calls) if device.type == "cuda" else _on_cpu(calls)
+    measure = _on_gpu(calls) if device.type == "cuda" and captured else _by_clock(calls, device)
     for _ in range(3):
         measure()
     rounds = sorted(measure() / len(calls) for _ in range(repeats))
@@ -61,11 +62,13 @@ def _on_gpu(calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
     return measure
 
 
-def _on_cpu(calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
+def _by_clock(calls: Sequence[Callable[[], object]], device: torch.device) -> Callable[[], float]:
     def measure() -> float:
         start = time.perf_counter()
         for call in calls:
             call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         return 1e6 * (time.perf_counter() - start)
 
     return measure

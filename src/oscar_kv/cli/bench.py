@@ -81,11 +81,13 @@ def store(
     """Transform, encode and store new tokens of one layer, packed and dense."""
     from ..bench.operations import bench_store
 
+    _check_tokens(tokens)
+
     def run(geometry: Any, name: str, *rest: Any) -> dict[str, Any]:
         return bench_store(geometry, tokens, name, *rest)
 
     sizes = (heads, kv_heads, head_dim, sink, recent)
-    _rows("store", run, codec, batch, str(max(1, tokens)), sizes, kernels, device, dtype, form, as_json, output)
+    _rows("store", run, codec, batch, str(tokens), sizes, kernels, device, dtype, form, as_json, output)
 
 
 @app.command("prefill")
@@ -109,6 +111,8 @@ def prefill(
 ) -> None:
     """New tokens over a packed history and themselves: attention of one layer."""
     from ..bench.operations import bench_prefill
+
+    _check_tokens(tokens)
 
     def run(geometry: Any, name: str, *rest: Any) -> dict[str, Any]:
         return bench_prefill(geometry, tokens, name, *rest)
@@ -148,6 +152,11 @@ def generate(
         return bench_generate(shape, name, rows, tokens, steps, place, kind, config)
 
     _measure("generate", run, codec, batch, context, place, form, as_json, output)
+
+
+def _check_tokens(tokens: int) -> None:
+    if tokens < 1:
+        raise InputError(f"--tokens must be at least 1, got {tokens}")
 
 
 def _rows(

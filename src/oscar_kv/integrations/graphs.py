@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from ..attention import cache_argument
+from ..kernels.dispatch import WAITING
 from .paged import PagedStore
 from .paged_index import PagedIndex
 from .transformers import OscarCache
 
 STEP = ("input_ids", "position_ids", "attention_mask")  # what may change from step to step
 GRAPHED = ("cuda",)  # kinds of devices
-WAITING = ("reference",)  # implementations that read lengths on the host, which a capture forbids
 SETTINGS = ("use_cache", "return_dict", "logits_to_keep")  # what is captured as it is
 
 

@@ -16,6 +16,7 @@ from .reference import tiered_attention
 OPERATIONS = ("store", "decode", "prefill")
 # Fastest first. Each is a module with `unsupported(operation, need)` and a class `Operations(need)`.
 IMPLEMENTATIONS = {"cuda": ".cuda.ops", "triton": ".triton.ops", "reference": ".torch_ops"}
+WAITING = ("reference",)  # read lengths on the host, which a CUDA graph cannot capture
 
 
 @dataclass(frozen=True)
