@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from server import PAGE, RECENT, SINK, save, transforms
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins import load_plugins
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from zoo import good_pair
 
@@ -108,6 +110,21 @@ def test_where_a_function_differs_nothing_is_registered(folder: Path) -> None:
     assert "oscar-kv registers nothing" in result.stderr
     assert "invalid choice: 'oscar_int2'" in result.stderr
     assert "hooks 0" in result.stdout
+
+
+def test_beam_search_is_refused_as_bad_parameters_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(hooks.SERVED, raising=False)
+    params = SamplingParams(max_new_tokens=4)
+    with suppress(AttributeError):  # releases without it
+        params.beam_width = 3
+    assert hooks.check_sampling(SimpleNamespace(beam_width=3), 256) is None
+    arguments(folder)
+    with pytest.raises(ValueError, match="beam search copies rows without their windows"):
+        hooks.check_sampling(SimpleNamespace(beam_width=3), 256)
+    hooks.check_sampling(SimpleNamespace(beam_width=None), 256)
+    if getattr(params, "beam_width", None):
+        with pytest.raises(ValueError, match="beam search"):
+            params.verify(256)
 
 
 # -- a backend without an engine ---------------------------------------------------------------------------------------

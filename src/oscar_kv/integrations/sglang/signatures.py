@@ -18,6 +18,7 @@ REQUEST = "sglang.srt.managers.schedule_batch.Req"
 ROWS = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool"
 POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
 BACKEND = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
+SAMPLING = "sglang.srt.sampling.sampling_params.SamplingParams"
 LAYER = "sglang.srt.layers.radix_attention.RadixAttention"
 CHOICES = "sglang.srt.server_args.add_attention_backend_choices"
 BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
@@ -31,6 +32,7 @@ CALLS = {
     f"{CONFIGURATOR}._build_mha_kv_pool": "self max_total_num_tokens mha_pool_class quant_method",
     f"{SIZER}._compute_cell_size": "self kvc num_layers",
     TRITON: "backend",
+    f"{SAMPLING}.verify": "self vocab_size",
     f"{REQUEST}._compute_max_prefix_len": "self input_len",
     f"{ROWS}.alloc": "self reqs",
     f"{ROWS}.free": "self req",
