@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 KERNELS = ("place", "interleaved", "terms", "stored", "numbers_of", "history", "dense_tile", "own")
+COUNTS = ("rows", "total", "splits")
 
 
 def place(starts, rows, pid, TOKENS: tl.constexpr, BW: tl.constexpr):
