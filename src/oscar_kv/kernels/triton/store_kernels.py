@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 KERNELS = ("round_scale", "round_minimum", "int2_codes", "int2_trial", "int2_numbers", "digits_nearest", "digits_trial",
            "digits_scale", "better_two", "clipped", "encode_side", "encode_store")  # fmt: skip
+COUNTS = ("count",)
 
 
 def round_scale(x):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 KERNELS = ("step", "viterbi", "trellis_values", "encode_trellis")
+COUNTS = ("count",)
 
 
 def step(cost, word, x, table, digit, AXIS: tl.constexpr):
