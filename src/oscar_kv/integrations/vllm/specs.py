@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from ...errors import InputError
 from . import compat
-from .dense import DenseTier
+from .dense import DenseTier, DenseTierSpec
 from .plan import current_plan, dense_block_size
 
 
@@ -46,7 +46,7 @@ def wrap_get_kv_cache_spec() -> None:
         if not companions:
             return spec
         if type(spec) is SlidingWindowSpec:
-            return shared_sliding_spec(spec, companions[0].get_kv_cache_spec(vllm_config).page_size_padded, self.attn_backend)
+            return shared_sliding_spec(spec, companions[0].get_kv_cache_spec(vllm_config), self.attn_backend)
         if type(spec) is FullAttentionSpec and not compat.spec_is_customized_by_backends():
             return packed_spec(spec)
         return spec
@@ -68,21 +68,21 @@ def packed_spec(spec: Any) -> PackedSpec:
     )
 
 
-def shared_sliding_spec(spec: Any, page_bytes: int, backend: Any) -> Any:
+def shared_sliding_spec(spec: Any, dense: DenseTierSpec, backend: Any) -> Any:
     """A sliding-window layer of a stock backend with blocks small enough for the bytes of a packed page.
 
     vLLM's pool has blocks of one size, and would pad packed pages to this layer's seven times larger ones.
 
     Args:
         spec: as vLLM built it.
-        page_bytes: of a packed page.
+        dense: spec of a packed layer's companion.
         backend: of the layer; says which block sizes its kernels read.
 
     Raises:
         InputError: its smallest block does not fit.
     """
-    token_bytes = spec.real_page_size_bytes // spec.block_size
-    block = dense_block_size(page_bytes, token_bytes, spec.block_size)
+    page_bytes, token_bytes = dense.page_size_bytes, spec.real_page_size_bytes // spec.block_size
+    block = dense_block_size(page_bytes, token_bytes, dense.sizes.packed_block_size)
     sizes = backend.get_supported_kernel_block_sizes()
     if not any(block % s.base == 0 if isinstance(s, MultipleOf) else block == s for s in sizes):
         raise InputError(
