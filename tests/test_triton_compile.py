@@ -15,11 +15,11 @@ PRELUDE = """
 import re, subprocess, tempfile, pathlib, torch, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from oscar_kv.kernels.triton import decode_kernels, prefill_kernels, store_kernels
+from oscar_kv.kernels.triton import decode_kernels, prefill_kernels, store_kernels, trellis_kernels
 from oscar_kv.kernels.triton.jit import load
 from oscar_kv.kernels.triton.prefill import tuning
 
-def build(kernel, types, constants, capability, warps=4, stages=3, spills=True):
+def build(kernel, types, constants, capability, warps=4, stages=3, spills=True, fusion=True):
     named = {name: kind for kind, names in types.items() for name in names.split()}
     order = kernel.arg_names
     signature = {n: "constexpr" if n in constants else named.get(n, "i32") for n in order}
@@ -29,7 +29,7 @@ def build(kernel, types, constants, capability, warps=4, stages=3, spills=True):
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(order) if signature[n][0] == "*" or n.endswith(ends)}
     values = {(order.index(n),): v for n, v in constants.items()}
     target = GPUTarget("cuda", capability, 32)
-    options = {"num_warps": warps, "num_stages": stages}
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fusion}
     done = triton.compile(ASTSource(kernel, signature, values, aligned), target=target, options=options)
     assert len(done.asm["cubin"]) > 1000
     if not spills:  # whole tiles must fit in registers, and several stages of loads in shared memory
@@ -40,6 +40,7 @@ def build(kernel, types, constants, capability, warps=4, stages=3, spills=True):
             usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
         assert re.search(r"STACK:0 ", usage), usage
     print("compiled")
+    return done
 """
 DECODE = """
 types = {
@@ -65,10 +66,18 @@ build(
     load(store_kernels).encode_store,
     {"*bf16": "key value dense_key dense_value", "*u8": "pages", "*fp16": "numbers", "*i32": "key_order value_order",
      "*i64": "slots dense_slots", "i64": "page_stride",
-     "*fp32": "key_in key_mean key_vectors key_usual value_in value_mean value_vectors value_usual"},
-    dict(D=20, W=32, KEY_DIGITS=True, KEY_SEARCH=True, KB=5, KN=2, DV=20, WV=32, VALUE_DIGITS=False, VALUE_SEARCH=True, VB=5,
-         VN=2, P=16, PD=16, DENSE=True, T=16, C=16, PRECISION="ieee"), 90,
+     "*fp32": "key_in key_mean key_vectors key_usual value_in value_mean value_vectors value_usual transformed"},
+    dict(D=20, W=32, KEY_CODEC="digits", KEY_SEARCH=True, KEY_CLIP=-1, KB=5, KN=2, DV=20, WV=32, VALUE_CODEC=VALUE,
+         VALUE_SEARCH=True, VALUE_CLIP=18, VB=5, VN=2, P=16, PD=16, DENSE=True, T=16, C=16, PRECISION="ieee"), 90,
 )
+"""
+TRELLIS = """
+done = build(
+    load(trellis_kernels).encode_trellis,
+    {"*fp32": "rows tables", "*i32": "pages", "*fp16": "numbers", "*i64": "slots", "i64": "page_stride"},
+    dict(HEADS=8, D=80, W=128, BW=8, SEARCH=True, CODES=64 * 24, NUMBERS=64 * 44, P=64, T=1), 90, 1, spills=False, fusion=False,
+)
+assert "fma.rn.f32" not in done.asm["ptx"]  # a fused step would round otherwise than the codec
 """
 PREFILL = """
 W = max(64, 1 << (D - 1).bit_length())
@@ -114,7 +123,9 @@ def prefill(code: str, dim: int, capability: int, trellis: bool = False) -> str:
         pytest.param("TRELLIS, ASM, CAPABILITY = False, True, 90" + DECODE, id="decode-hopper"),
         pytest.param("TRELLIS, ASM, CAPABILITY = True, False, 80" + DECODE, id="decode-trellis-ampere"),
         pytest.param(MERGE, id="merge"),
-        pytest.param(STORE, id="store"),
+        pytest.param('VALUE = "int2"' + STORE, id="store"),
+        pytest.param('VALUE = "trellis"' + STORE, id="store-trellis"),
+        pytest.param(TRELLIS, id="trellis"),
         pytest.param(prefill(TERMS, 128, 90), id="prefill-terms-hopper"),
         pytest.param(prefill(HISTORY, 128, 90), id="prefill-history-hopper"),
         pytest.param(prefill(HISTORY, 128, 90, True), id="prefill-history-trellis-hopper"),

@@ -191,6 +191,22 @@ def test_a_row_without_tokens_is_zero() -> None:
     assert bool(out[0].isfinite().all())
 
 
+def test_rows_without_tokens_agree_with_the_reference() -> None:
+    """With learned sinks their mass is all of the sinks'."""
+    case = fill(layer("digits", "int2", 64), [90, 40, 7], 4)
+    case.tiers.lengths[::2] = 0
+    case.check(sinks=torch.randn(8, device=DEVICE))
+
+
+def test_no_rows_are_no_launch() -> None:
+    case = fill(layer("digits", "int2", 64), [20], 4)
+    tiers = replace(
+        case.tiers, table=case.tiers.table[:0], dense_table=case.tiers.dense_table[:0], lengths=case.tiers.lengths[:0]
+    )
+    out, lse = paged_decode(case.query[:0], tiers, case.layout, case.maps, scaling=0.2)
+    assert (out.shape, lse.shape) == ((0, 8, 64), (0, 8))
+
+
 def test_codes_are_unpacked_the_same_by_assembly() -> None:
     if not GPU:
         pytest.skip("inline PTX needs a GPU")

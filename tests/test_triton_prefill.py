@@ -188,6 +188,13 @@ def test_values_of_other_sizes(size: float) -> None:
     fill(scaled, [(120, 9)], 4, torch.float16).check()
 
 
+@pytest.mark.parametrize("far", [30.0, 1000.0])
+def test_keys_far_from_zero(far: float) -> None:
+    """What int2 rows have in common is not rounded with the codes, which would drown in it."""
+    base = layer("int2", "int2", 64, noise=0.0)
+    fill(replace(base, key_mean=base.key_mean + far * base.query_in.sum(-1)), [(90, 9)], 2, torch.float16).check(scaling=0.01)
+
+
 @pytest.mark.parametrize(("key", "value"), KINDS)
 def test_one_new_token_a_row_is_decoding(key: str, value: str) -> None:
     case = fill(layer(key, value, 64), [(90, 1), (0, 1), (11, 1)], 4)
@@ -199,6 +206,12 @@ def test_one_new_token_a_row_is_decoding(key: str, value: str) -> None:
     decoded, sums = paged_decode(case.query, tiers, case.layout, case.maps, scaling=0.2)
     assert torch.allclose(out, decoded, atol=2e-5)
     assert torch.allclose(lse, sums, atol=2e-5)
+
+
+def test_no_tokens_are_no_launch() -> None:
+    case = fill(layer("digits", "int2", 64), [(30, 0), (0, 0)], 2)
+    out, lse = case.run(max_query_len=1)
+    assert (out.shape, lse.shape) == ((0, 4, 64), (0, 4))
 
 
 def test_tokens_behind_the_last_row_are_left_alone() -> None:

@@ -17,17 +17,29 @@ from oscar_kv.method.codecs import Codec, CodecSpec
 from oscar_kv.method.transform import LayerTransform
 
 PAGE = 16
-KINDS = [("int2", "int2"), ("digits", "int2"), ("digits1", "digits")]
+KINDS = [("int2", "int2"), ("digits", "int2"), ("digits1", "digits"), ("digits", "trellis")]
 
 
-def transform_of(key: str, value: str, dim: int, value_dim: int | None = None, search: bool = True) -> LayerTransform:
+def transform_of(
+    key: str, value: str, dim: int, value_dim: int | None = None, search: bool = True, clip: float = 0.0
+) -> LayerTransform:
     base = layer(key, "int2", dim, value_dim)
-    spec = CodecSpec(value, -1, search=search)
+    spec = CodecSpec(value, -1, clip, search)
     layout = {}
     if value.startswith("digits"):
         other = layer(value, "int2", value_dim or dim)
         layout = {"value_digits": other.key_digits, "value_step": other.key_step * 1.1}
     return replace(base, value_codec=spec, key_codec=replace(base.key_codec, search=search), **layout).to(DEVICE)
+
+
+def identity(transform: LayerTransform) -> LayerTransform:
+    """The same codecs for keys and values as they come: kernel and codec then see the same numbers to the last bit."""
+    sides = {}
+    for name, dim in (("key", transform.key_dim), ("value", transform.value_dim)):
+        eye = torch.eye(dim, device=DEVICE).expand(2, -1, -1).contiguous()
+        sides |= {f"{name}_in": eye, f"{name}_mean": torch.zeros(2, dim, device=DEVICE)}
+        sides["query_in" if name == "key" else "output_out"] = eye
+    return replace(transform, **sides)
 
 
 def tokens(count: int, heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
@@ -80,7 +92,7 @@ def test_other_dims(key: str, value: str, dims: tuple[int, int]) -> None:
     compare(transform.codecs()[1], rows[..., split:], transform.transform_value(v.transpose(0, 1)).transpose(0, 1))
 
 
-@pytest.mark.parametrize(("key", "value"), [("int2", "int2"), ("digits", "digits1")])
+@pytest.mark.parametrize(("key", "value"), [("int2", "int2"), ("digits", "digits1"), ("int2", "trellis")])
 def test_without_a_search(key: str, value: str) -> None:
     transform = transform_of(key, value, 32, search=False)
     k, v = (tokens(9, 2, 32, torch.float32) for _ in "kv")
@@ -92,13 +104,9 @@ def test_without_a_search(key: str, value: str) -> None:
 
 
 @pytest.mark.parametrize("rows", ["zeros", "equal", "huge", "one_huge", "tiny"])
-@pytest.mark.parametrize(("key", "value"), [("int2", "int2"), ("digits", "digits1")])
+@pytest.mark.parametrize(("key", "value"), [("int2", "int2"), ("digits", "digits1"), ("digits", "trellis")])
 def test_odd_rows_stay_finite(key: str, value: str, rows: str) -> None:
-    """In the stored space itself (the transform is the identity), where the reference sees the same numbers to the last bit."""
-    base = transform_of(key, value, 32)
-    eye = torch.eye(32, device=DEVICE).expand(2, -1, -1).contiguous()
-    zero = torch.zeros(2, 32, device=DEVICE)
-    transform = replace(base, key_in=eye, query_in=eye, value_in=eye, output_out=eye, key_mean=zero, value_mean=zero)
+    transform = identity(transform_of(key, value, 32))
     x = {"zeros": torch.zeros(3, 2, 32), "equal": torch.full((3, 2, 32), 600.0), "huge": torch.randn(3, 2, 32) * 1e6,
          "one_huge": torch.randn(3, 2, 32), "tiny": torch.randn(3, 2, 32) * 1e-30}[rows].to(DEVICE)  # fmt: skip
     if rows == "one_huge":
@@ -115,8 +123,40 @@ def test_odd_rows_stay_finite(key: str, value: str, rows: str) -> None:
         assert bool((error <= expected * 1.001 + 1e-12).all())
 
 
+@pytest.mark.parametrize(
+    ("dim", "search"),
+    [(16, True), (48, False), (64, True), (128, True), *([(n, True) for n in (80, 96, 112, 192, 256)] if GPU else [])],
+)
+def test_trellis_bytes_are_the_codecs(dim: int, search: bool) -> None:
+    """For the same rows. A sum in another order may round to another scale; rows of the same scale are the same. No two paths
+    of random rows cost the same."""
+    transform = identity(transform_of("int2", "trellis", 16, dim, search))
+    count = 40 if GPU else 24
+    k, v = tokens(count, 2, 16, torch.float32), tokens(count, 2, dim, torch.float32)
+    slots = torch.randperm(6 * PAGE, device=DEVICE)[:count]
+    rows = read_rows(*stored(transform, k, v, slots), slots)[..., transform.codecs()[0].row_bytes :]
+    expected = transform.codecs()[1].encode(v)
+    same = (rows[..., -2:] == expected[..., -2:]).all(-1)
+    assert float(same.float().mean()) >= 0.95
+    assert torch.equal(rows[same], expected[same])
+
+
+@pytest.mark.parametrize("clip", [0.96, 0.5, 1.0])
+def test_clipped_bytes_are_the_codecs(clip: float) -> None:
+    """All but rows where a sum in another order chooses other numbers."""
+    transform = identity(transform_of("int2", "int2", 20, 48, clip=clip))
+    k, v = tokens(30, 2, 20, torch.float32), tokens(30, 2, 48, torch.float32)
+    v[:10, :, 5] *= 20
+    slots = torch.arange(30, device=DEVICE)
+    rows = read_rows(*stored(transform, k, v, slots), slots)[..., transform.codecs()[0].row_bytes :]
+    expected = transform.codecs()[1].encode(v)
+    same = (rows[..., -4:] == expected[..., -4:]).all(-1)
+    assert float(same.float().mean()) >= 0.9
+    assert torch.equal(rows[same], expected[same])
+
+
 def test_negative_slots_write_nothing_and_strides_are_heeded() -> None:
-    transform = transform_of("digits", "int2", 32)
+    transform = transform_of("digits", "trellis", 32)
     k, v = (tokens(19, 2, 32, torch.float32) for _ in "kv")
     slots = torch.randperm(6 * PAGE, device=DEVICE)[:19]
     kept = torch.arange(19, device=DEVICE) % 3 != 1
@@ -166,17 +206,17 @@ def test_no_tokens_are_no_launch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("change", "message"),
     [
-        (CodecSpec("trellis", -1), "does not encode 'trellis'.*write_rows"),
-        (CodecSpec("int2", 16), "4 groups.*--group-size -1"),
-        (CodecSpec("int2", -1, clip=0.96), "does not clip.*write_rows"),
+        ({"key_codec": CodecSpec("trellis", -1)}, "keys: .*does not encode 'trellis'.*write_rows"),
+        ({"value_codec": CodecSpec("trellis", -1)}, "values: .*'trellis' of 20 channels.*multiple of 16"),
+        ({"value_codec": CodecSpec("int2", 10)}, "2 groups.*--group-size -1"),
     ],
-    ids=["trellis", "groups", "clip"],
+    ids=["keys", "dim", "groups"],
 )
-def test_what_is_not_encoded_is_said(spec: CodecSpec, message: str) -> None:
+def test_what_is_not_encoded_is_said(change: dict, message: str) -> None:
     with pytest.raises(NotImplementedError, match=message):
-        store_maps(replace(layer("digits", "int2", 64), value_codec=spec))
+        store_maps(replace(layer("int2", "int2", 64, 20), **change))
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +16,14 @@ import torch
 from conftest import random_transform
 
 from oscar_kv.errors import InputError
+from oscar_kv.evaluate.memory import human
 from oscar_kv.integrations.vllm import refusals
 from oscar_kv.integrations.vllm.plan import dense_block_size, local_heads
-from oscar_kv.integrations.vllm.report import Sizes, describe
+from oscar_kv.integrations.vllm.report import Sizes, describe, window_blocks
 from oscar_kv.integrations.vllm.settings import Settings
+from oscar_kv.method.codecs import CodecSpec, make_codec
+
+PAGE = (Path(__file__).parent.parent / "docs" / "vllm.md").read_text(encoding="utf-8")
 
 # -- settings -----------------------------------------------------------------------------------------------------
 
@@ -167,7 +173,7 @@ def test_some_heads_of_a_transform_do_what_they_do_among_all():
 def test_the_report_counts_what_fits():
     """Qwen3-8B in BF16: 36 layers, 8 KV heads of 128."""
     spec = SimpleNamespace(
-        sizes=Sizes(36, 128, 8 * 72, 8 * 512), sink_blocks=4, sliding_window=256, sink_tokens=64, block_size=16, dtype="bf16"
+        sizes=Sizes(36, 128, 8 * 72, 8 * 512), sliding_window=256, sink_tokens=64, block_size=16, dtype="bf16"
     )
     blocks = 10_001
     line = describe(spec, blocks)
@@ -175,6 +181,32 @@ def test_the_report_counts_what_fits():
     assert f"{(blocks - 1 - 21) * 128:,} tokens" in line
     assert f"instead of {10_000 * 128 * 72 // 512:,}" in line
     assert f"{21 * 128:,} packed tokens" in line
+
+
+def test_the_sizing_table_of_the_page_is_the_formula():
+    """Qwen3-8B: 36 layers, 8 KV heads of 128, BF16, keys as digits and values as int2."""
+    row = sum(make_codec(CodecSpec(name), 128).row_bytes for name in ("digits", "int2"))
+    page = 128 * row * 8
+    block = dense_block_size(page, 512 * 8, 128)
+    held = window_blocks(64, 256, block)
+    rows = [line for line in PAGE.split("<!-- table: sizing -->")[1].split("<!-- end -->")[0].splitlines() if "|" in line][2:]
+    assert len(rows) == 4
+    for line in rows:
+        tokens, dense, packed, windows, saving = (cell.strip() for cell in line.strip("|").split("|"))
+        count = int(tokens.replace(",", ""))
+        pages = -(-count // 128) * page * 36
+        both = pages + held * page * 36
+        stock = -(-count // 16) * 16 * 512 * 8 * 36
+        assert (dense, packed, windows) == (human(stock), human(pages), human(held * page * 36))
+        assert saving == f"{stock / both:.1f} x"
+
+
+def test_the_page_names_every_setting_and_every_refused_option():
+    for name in ("artifact", "sink", "recent", "kernels"):
+        assert f"`{name}`" in PAGE
+    source = Path(refusals.__file__).read_text(encoding="utf-8")
+    for option in sorted(set(re.findall(r"Leave out (--[a-z-]+)", source))):
+        assert option in PAGE, option
 
 
 # -- the entry point ----------------------------------------------------------------------------------------------

@@ -71,6 +71,11 @@ def calibration_text(root: Path) -> Path:
     return path
 
 
+def short_text(root: Path) -> Path:
+    (root / "short.txt").write_text("Too short.")
+    return root / "short.txt"
+
+
 CASES: dict[str, tuple[Callable[[Path], list[Any]], list[str]]] = {
     "missing model file": (lambda r: ["inspect", r / "nowhere.gguf"], ["nowhere.gguf", "no such file"]),
     "missing text file": (
@@ -87,6 +92,10 @@ CASES: dict[str, tuple[Callable[[Path], list[Any]], list[str]]] = {
     "more tokens than text": (
         lambda r: calibrate(r, r / "model", "--text", r / "text.txt", "--tokens", "50000"),
         ["text.txt has 1400 tokens", "50000", "--tokens 1400"],
+    ),
+    "hopelessly short text": (
+        lambda r: calibrate(r, r / "model", "--text", short_text(r)),
+        ["short.txt has 10 tokens", "a calibration needs at least 64 tokens"],
     ),
     "too few tokens": (lambda r: calibrate(r, r / "model", "--tokens", "10"), ["10 tokens are too few", "at least 64"]),
     "head_dim mismatch": (
@@ -207,17 +216,40 @@ EARLY: dict[str, tuple[Callable[[Path], list[Any]], list[str]]] = {
         lambda r: ["eval", r / "wide", *EVALUATION, "--methods", "kivi", "--recent", "31"],
         ["kivi codes 32 tokens at once", "--recent 32"],
     ),
+    "misspelt cache": (
+        lambda r: evaluate(r, r / "model", "--methods", "dense,kiwi"),
+        ["unknown method 'kiwi'", "mean 'kivi'?"],
+    ),
+    "misspelt modifier": (
+        lambda r: evaluate(r, r / "model", "--methods", "balanced0.5+serch"),
+        ["unknown method", "did you mean 'search'?"],
+    ),
+    "misspelt text": (lambda r: evaluate(r, r / "model", "--text", "Prose"), ["did you mean 'prose'?"]),
+    "text without a name": (lambda r: evaluate(r, r / "model", "--text", "=a.txt"), ["NAME or FILE", "is empty"]),
+    "language without a code": (lambda r: evaluate(r, r / "model", "--text", "language:"), ["language:de", "got ''"]),
+    "fewer tokens than windows": (
+        lambda r: evaluate(r, r / "model", "--text", short_text(r), "--windows", "5"),
+        ["short.txt has 10 tokens, too few for 5 windows of 64: give more text"],
+    ),
+    "page over results": (
+        lambda r: evaluate(r, r / "model", "--output", r / "same", "--html", r / "same"),
+        ["--html and --output both name"],
+    ),
+    "empty name": (lambda r: ["inspect", ""], ["the name of the model is empty", ".gguf"]),
+    "second model": (lambda r: ["inspect", r / "model", "--length", "100", "other"], ["--length", "got 'other'"]),
     "modifier without effect": (
         lambda r: evaluate(r, r / "model", "--methods", "dense,allocated0.5+search"),
         ["+search has no effect on allocated", "+lean"],
     ),
     "heads within a block": (lambda r: evaluate(r, r / "model", "--methods", "kivi"), ["kivi", "layer 0 has keys of 16"]),
     "unknown task": (lambda r: retrieve(r, "--tasks", "copyback,magic"), ["unknown task 'magic'", "niah_number"]),
-    "no sample": (lambda r: retrieve(r, "--samples", "0"), ["one sample"]),
+    "no sample": (lambda r: retrieve(r, "--samples", "0"), ["at least one sample is needed, got none"]),
+    "no task": (lambda r: retrieve(r, "--tasks", ","), ["at least one task is needed, got none"]),
+    "misspelt task": (lambda r: retrieve(r, "--tasks", "niah_numbr"), ["did you mean 'niah_number'?"]),
     "length that is no number": (lambda r: retrieve(r, "--lengths", "256,1k"), ["--lengths 256,1k", "whole numbers"]),
     "length without room": (lambda r: retrieve(r, "--lengths", "40"), ["copyback", "use a longer length"]),
     "prompts beyond the model": (lambda r: retrieve(r, "--lengths", "5000"), ["do not fit the model's 4096 positions"]),
-    "no window": (lambda r: evaluate(r, r / "model", "--windows", "0"), ["at least one window"]),
+    "no window": (lambda r: evaluate(r, r / "model", "--windows", "0"), ["--windows must be at least 1, got 0"]),
     "window of nothing": (lambda r: evaluate(r, r / "model", "--length", "0"), ["--length must be at least 4, got 0"]),
     "window beyond the model": (lambda r: evaluate(r, r / "model", "--length", "5000"), ["at most 4096"]),
     "start beyond the window": (lambda r: evaluate(r, r / "model", "--start", "64"), ["--start 64", "at most 62"]),

@@ -17,6 +17,8 @@ def source_of(model: str) -> tuple[str, dict[str, Any]]:
     Raises:
         InputError: the path does not exist, is no GGUF file, or is a folder without a config.
     """
+    if not model.strip():
+        raise InputError("the name of the model is empty: give a hub id, a local folder or the path of a .gguf file")
     path = Path(model).expanduser()
     if model.endswith(".gguf"):
         if not path.is_file():

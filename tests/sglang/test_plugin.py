@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,15 @@ from server import PAGE, RECENT, SINK, save, transforms
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins import load_plugins
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, prepare_server_args
+from zoo import good_pair
 
 from oscar_kv.errors import InputError
 from oscar_kv.integrations.sglang import hooks, plugin, signatures
 from oscar_kv.integrations.sglang.serving import Serving
 from oscar_kv.integrations.sglang.settings import Settings
+from oscar_kv.rotationzoo import import_rotations
 
 load_plugins()
 
@@ -38,9 +42,17 @@ def _artifact(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OSCAR_KV_ARTIFACT", str(folder / "artifact"))
 
 
-def arguments(folder: Path, **changes: Any) -> ServerArgs:
+def resolved(args: ServerArgs) -> Any:
+    """What will be done; releases from 0.5.19 on find out in a second step."""
+    if not hasattr(args, "resolve_once"):
+        return args
+    args.resolve_once()
+    return SimpleNamespace(**args.resolved_dict())
+
+
+def arguments(folder: Path, **changes: Any) -> Any:
     plain = {"model_path": str(folder / "model"), "device": "cpu", "kv_cache_dtype": "oscar_int2"}
-    return ServerArgs(**{**plain, "cuda_graph_backend_decode": "disabled", "grammar_backend": "none", **changes})
+    return resolved(ServerArgs(**{**plain, "cuda_graph_backend_decode": "disabled", "grammar_backend": "none", **changes}))
 
 
 def test_the_installed_release_is_known_and_every_hook_took() -> None:
@@ -53,9 +65,10 @@ def test_the_command_line_takes_one_flag_and_the_artifact(folder: Path, monkeypa
     monkeypatch.setenv("OSCAR_KV_RECENT", "")
     line = ["--model-path", str(folder / "model"), "--device", "cpu", "--cuda-graph-backend-decode", "disabled"]
     ours = ["--kv-cache-dtype", "oscar_int2", "--oscar-artifact", str(folder / "artifact"), "--oscar-recent", "128"]
-    args = prepare_server_args([*line, *ours])
+    args = resolved(prepare_server_args([*line, *ours]))
     assert (args.attention_backend, args.page_size) == ("oscar_int2", 64)
-    assert args.cuda_graph_config.prefill.backend == "disabled"
+    graphs = args.cuda_graph_config
+    assert (graphs["prefill"]["backend"] if isinstance(graphs, dict) else graphs.prefill.backend) == "disabled"
     assert Settings.read(os.environ) == Settings(str(folder / "artifact"), recent=128)
 
 
@@ -99,23 +112,37 @@ def test_where_a_function_differs_nothing_is_registered(folder: Path) -> None:
     assert "hooks 0" in result.stdout
 
 
+def test_beam_search_is_refused_as_bad_parameters_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(hooks.SERVED, raising=False)
+    params = SamplingParams(max_new_tokens=4)
+    with suppress(AttributeError):  # releases without it
+        params.beam_width = 3
+    assert hooks.check_sampling(SimpleNamespace(beam_width=3), 256) is None
+    arguments(folder)
+    with pytest.raises(ValueError, match="beam search copies rows without their windows"):
+        hooks.check_sampling(SimpleNamespace(beam_width=3), 256)
+    hooks.check_sampling(SimpleNamespace(beam_width=None), 256)
+    if getattr(params, "beam_width", None):
+        with pytest.raises(ValueError, match="beam search"):
+            params.verify(256)
+
+
 # -- a backend without an engine ---------------------------------------------------------------------------------------
 
 ROWS, TOKENS = 4, 256
 
 
-@pytest.fixture
-def backend(folder: Path) -> Any:
+def build(model_folder: Path, artifact: Path, **windows: int) -> Any:
     """Pools and backend as SGLang would build them, for three requests."""
     from transformers import AutoConfig
 
     from oscar_kv.integrations.sglang.backend import OscarBackend
     from oscar_kv.integrations.sglang.pool import OscarKVPool
 
-    config = AutoConfig.from_pretrained(folder / "model")
+    config = AutoConfig.from_pretrained(model_folder)
     model = SimpleNamespace(hf_config=config, num_attention_heads=4, num_hidden_layers=2, context_len=TOKENS)
     configurator = SimpleNamespace(model_config=model, model_dtype=torch.float32, device="cpu", page_size=PAGE)
-    serving = Serving(Settings(str(folder / "artifact")), configurator, 0, 1)
+    serving = Serving(Settings(str(artifact), **windows), configurator, 0, 1)
     serving.reserve(10**8, ROWS - 1)
     pool = serving.pool_class(OscarKVPool)(
         TOKENS * ROWS, page_size=PAGE, dtype=torch.uint8, head_num=2, head_dim=16, layer_num=2, device="cpu",
@@ -129,6 +156,11 @@ def backend(folder: Path) -> Any:
         server_args=SimpleNamespace(enable_metrics=False),
     )
     return OscarBackend(runner, serving)
+
+
+@pytest.fixture
+def backend(folder: Path) -> Any:
+    return build(folder / "model", folder / "artifact")
 
 
 def step(backend: Any, lengths: list[int], padding: int = 0) -> SimpleNamespace:
@@ -195,6 +227,31 @@ def test_graph_replay_equals_eager_and_leaves_live_slots_alone(
         live = torch.tensor([b for row in (1, 2) for b in backend.arena.windows.table_row(row)])
         assert torch.equal(backend.arena.key[0][live], after[1][live])
         assert torch.equal(backend.arena.value[0][live], after[2][live])
+
+
+def test_imported_rotations_are_served(folder: Path, tmp_path: Path, layer: Any) -> None:
+    """RotationZoo files: one rotation for all KV heads, clipped codes. The new token of a row of 100 reads every tier."""
+    import_rotations(*good_pair(tmp_path)).save(tmp_path / "imported")
+    backend, length = build(folder / "model", tmp_path / "imported", sink=16, recent=32), 100
+    backend.arena.windows.open([(1, [], 0)])
+    backend.arena.set_rows([1])
+    k, v = torch.randn(2, length, 2, 16)
+    q = torch.randn(1, 64)
+    batch = step(backend, [length])
+    own, transform = backend.serving.layers[0], backend.serving.layers[0].transform
+    own.store(k, v, backend.pool.pages(0), backend.req_to_token[1, :length].long())
+    positions = torch.arange(length)
+    dense = (positions < 16) | (positions >= length - 32)
+    cells = backend.arena.cells(torch.ones_like(positions), positions)[dense]
+    for side, raw in ((backend.arena.key[0], k), (backend.arena.value[0], v)):
+        side.fill_(float("nan")).flatten(0, 1)[cells] = raw[dense]
+    backend.init_forward_metadata(batch)
+    found = backend.forward_decode(q, k[-1:], v[-1:], layer, batch)
+    coded = transform.requantize(k.double().transpose(0, 1), v.double().transpose(0, 1))
+    seen = [torch.where(dense[:, None], raw.double().transpose(0, 1), code) for raw, code in zip((k, v), coded, strict=True)]
+    keys, values = (side.repeat_interleave(2, 0) for side in seen)
+    p = torch.softmax(q.double().view(4, 1, 16) @ keys.mT * layer.scaling, -1)
+    assert torch.allclose(found.double(), (p @ values).reshape(1, 64), atol=1e-5)
 
 
 def test_graphs_are_refused_where_kernels_run_in_plain_torch(backend: Any) -> None:

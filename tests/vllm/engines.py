@@ -144,31 +144,33 @@ class Answer:
     cached: int
 
 
-def ask(llm: Any, prompts: list[list[int]], new: int = 12) -> list[Answer]:
+def ask(llm: Any, prompts: list[list[int]], new: int = 12, vocabulary: int = 256) -> list[Answer]:
+    """Greedy answers; with ``vocabulary`` 0, only the log-probability of each chosen token, ``[T, 1]``."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=new, logprobs=256, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(temperature=0, max_tokens=new, logprobs=vocabulary, ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
     answers = []
     for ids, output in zip(prompts, outputs, strict=True):
-        steps = output.outputs[0].logprobs
-        rows = torch.tensor([[step[i].logprob for i in range(256)] for step in steps])
-        answers.append(Answer(ids, list(output.outputs[0].token_ids), rows, output.num_cached_tokens or 0))
+        tokens, steps = list(output.outputs[0].token_ids), output.outputs[0].logprobs
+        shown = [range(vocabulary) if vocabulary else [token] for token in tokens]
+        rows = torch.tensor([[step[i].logprob for i in which] for step, which in zip(steps, shown, strict=True)])
+        answers.append(Answer(ids, tokens, rows, output.num_cached_tokens or 0))
     return answers
 
 
-def expected(tiny: Tiny, answer: Answer, chunks: list[int], cache: str = "windows", **windows: int) -> torch.Tensor:
+def expected(tiny: Tiny, answer: Answer, chunks: list[int], cache: str = "windows") -> torch.Tensor:
     """What transformers computes with the cache of that name when it is fed in these chunks: log-probabilities ``[T, V]``.
 
     Args:
         chunks: sizes of the steps up to the first new token; further tokens come one by one.
-        cache: "windows" (the artifact's, or those given), "no windows" or "dense".
+        cache: "windows" (the artifact's), "no windows" or "dense".
     """
     ids = torch.tensor([answer.prompt + answer.tokens[:-1]])
     if cache == "dense":
         store = OscarCache.dense(tiny.model)
     else:
-        sizes = {"sink": 0, "recent": 1} if cache == "no windows" else windows
+        sizes = {"sink": 0, "recent": 1} if cache == "no windows" else {}
         store = OscarCache(tiny.artifact, tiny.model, slack=0, **sizes)
     logits = decode(tiny.model, ids, store, [*chunks, *[1] * (ids.shape[1] - sum(chunks))])
     return logits[0, len(answer.prompt) - 1 :].log_softmax(-1)
@@ -179,11 +181,11 @@ def distance(answer: Answer, reference: torch.Tensor) -> torch.Tensor:
     return (reference.exp() * (reference - answer.logprobs)).sum(-1)
 
 
-def assert_exact(tiny: Tiny, answer: Answer, chunks: list[int], **windows: int) -> None:
+def assert_exact(tiny: Tiny, answer: Answer, chunks: list[int], *, near: float = NEAR, far: float = FAR) -> None:
     """Equal to the reference with windows to rounding, and far from one without windows and from the dense cache."""
-    assert distance(answer, expected(tiny, answer, chunks, **windows)).abs().max() < NEAR
+    assert distance(answer, expected(tiny, answer, chunks)).abs().max() < near
     for other in ("no windows", "dense"):
-        assert distance(answer, expected(tiny, answer, chunks, other))[1:].mean() > FAR, other
+        assert distance(answer, expected(tiny, answer, chunks, other))[1:].mean() > far, other
 
 
 class Schedule:

@@ -86,7 +86,6 @@ SELECTION = {
         ({"has_sliding_window": True}, "backend_per_kind"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype"),
         ({"block_size": 16}, "--block-size"),
-        ({"use_dcp": True}, "--tensor-parallel-size"),
         ({"use_kv_connector": True}, "--kv-transfer-config"),
     ],
 )

@@ -190,10 +190,9 @@ def spread_windows(tokens: Tensor, length: int, count: int, start: Sequence[int]
     if count < 1 or body < 2:
         raise InputError(f"at least one window of at least {len(start) + 2} tokens is needed, got {count} of {length}")
     if len(tokens) < body * count:
-        raise InputError(
-            f"{name} has {len(tokens)} tokens, too few for {count} windows of {length}: give more text, or at most "
-            f"{max(1, len(tokens) // count)} as --length"
-        )
+        most = len(tokens) // count
+        remedy = f", or use fewer windows or a --length of at most {most}" if most > 3 else ""  # the least --length is 4
+        raise InputError(f"{name} has {len(tokens)} tokens, too few for {count} windows of {length}: give more text{remedy}")
     return _cut(tokens, window_starts(len(tokens), body, count), body, start)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ..config import OscarConfig
-from ..errors import InputError
+from ..errors import InputError, did_you_mean
 from ..method.codecs import CodecSpec, has_layout
 from ..method.statistics import LayerMoments
 from ..method.transform import TRANSFORMS, LayerTransform, SideChoice, build_layer
@@ -175,9 +175,10 @@ def parse_choice(name: str, side: str = "") -> tuple[SideChoice, set[str]]:
             base = kind
     if unknown or base not in TRANSFORMS or not 0.0 <= alpha <= 1.0:
         raise InputError(
-            f"unknown method {name!r}; known: dense, naive, hadamard, oscar, auto, or a fixed setting such as "
-            "balanced0.5+centre+search (transform none, hadamard, oscar, balanced<alpha in 0..1> or allocated<alpha>, then "
-            "+centre, +read, +search, +clip, +lean, +noise; keys and values apart as KEYS/VALUES)"
+            f"unknown method {name!r}; known: dense, naive, hadamard, oscar, auto, other caches (kivi, fp8, quanto2, quanto4, "
+            "hqq2, hqq4), or a fixed setting such as balanced0.5+centre+search (transform none, hadamard, oscar, balanced<alpha"
+            " in 0..1> or allocated<alpha>, then +centre, +read, +search, +clip, +lean, +noise; keys and values apart as "
+            "KEYS/VALUES)" + (did_you_mean(unknown[0], MODIFIERS) if unknown else "")
         )
     where = f"method {name!r}" + (f" of {side}" if side else "")
     if twice := [m for i, m in enumerate(modifiers) if m in modifiers[:i]]:

@@ -29,6 +29,7 @@ from .split import (
     budget_warnings,
     check_budget,
     fit_lengths,
+    least_tokens,
     position_offsets,
     position_warnings,
     split_sequences,
@@ -80,7 +81,7 @@ def calibrate(
     geometry.require_packable()
     asked, config = config, fit_lengths(config, geometry, model.config)
     source = text if isinstance(text, Text) else builtin_text("calibration") if text is None else read_text(text)
-    parts = split_sequences(source, tokenizer, config, builtin=text is None)
+    parts = split_sequences(source, tokenizer, config, builtin=text is None, least=least_tokens(geometry))
     config = config.with_(tokens=sum(map(len, parts.train)))
     check_budget(config.tokens, geometry)
     if method == "auto" and not parts.selection:

@@ -75,12 +75,18 @@ def whole_sequences(tokens: int, length: int) -> int:
 
 def check_budget(tokens: int, geometry: ModelGeometry) -> None:
     """Raise InputError if this many tokens cannot estimate the covariances of the packed layers."""
-    dim = max(layer.key_dim for layer in geometry.packed)
-    if tokens < MIN_TOKENS_PER_DIM * dim:
+    least = least_tokens(geometry)
+    if tokens < least:
+        dim = least // MIN_TOKENS_PER_DIM
         raise InputError(
-            f"{tokens} tokens are too few to estimate {dim} x {dim} covariances: at least "
-            f"{MIN_TOKENS_PER_DIM * dim} ({MIN_TOKENS_PER_DIM} per channel), better {DEFAULTS.tokens}"
+            f"{tokens} tokens are too few to estimate {dim} x {dim} covariances: at least {least} ({MIN_TOKENS_PER_DIM} per "
+            f"channel), better {DEFAULTS.tokens}"
         )
+
+
+def least_tokens(geometry: ModelGeometry) -> int:
+    """How many tokens the covariances of the packed layers need at least."""
+    return MIN_TOKENS_PER_DIM * max(layer.key_dim for layer in geometry.packed)
 
 
 @dataclass(frozen=True)
@@ -100,8 +106,10 @@ class Split:
     fidelity_text: str
 
 
-def split_sequences(source: Text, tokenizer: Any, config: OscarConfig, *, builtin: bool) -> Split:
+def split_sequences(source: Text, tokenizer: Any, config: OscarConfig, *, builtin: bool, least: int = 1) -> Split:
     """Cut a text into calibration sequences and held-out windows; the seed picks which part of a longer text is which.
+
+    ``least``: the fewest tokens that a calibration of this model can do with.
 
     Selection windows, and after them as many fidelity windows (at least one), come from the part of the user's text that the
     calibration leaves, or, where that is too short, from the "selection" part of the built-in text.
@@ -113,7 +121,8 @@ def split_sequences(source: Text, tokenizer: Any, config: OscarConfig, *, builti
     tokens = tokenize(tokenizer, source)
     if len(tokens) < config.tokens:
         raise InputError(
-            f"{source.name} has {len(tokens)} tokens, {config.tokens} were asked for: give more text or --tokens {len(tokens)}"
+            f"{source.name} has {len(tokens)} tokens, {config.tokens} were asked for: give more text"
+            + (f" or --tokens {len(tokens)}" if len(tokens) >= least else f"; a calibration needs at least {least} tokens")
         )
     body = config.seq_len - len(start)
     needed = whole_sequences(config.tokens, config.seq_len)

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -97,8 +98,11 @@ def check_output(output: Path | None, option: str = "--output") -> None:
     if output.is_dir():
         raise InputError(f"{option} {output} is a folder; name a file")
     folder = next(p for p in (output.absolute().parent, *output.absolute().parents) if p.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(f"{option} {output}: {folder} is not a folder that can be written")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return
+    except OSError as error:
+        raise InputError(f"{option} {output}: {folder} is not a folder that can be written") from error
 
 
 def check_folder(folder: Path, option: str = "-o") -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from . import options
 from .common import check_output, command, emit, say
 
-PACKAGES = ("oscar-kv", "torch", "transformers", "triton", "safetensors", "gguf", "numpy", "typer", "rich")
+PACKAGES = ("oscar-kv", "torch", "transformers", "triton", "sglang", "safetensors", "gguf", "numpy", "typer", "rich")
 
 
 @command

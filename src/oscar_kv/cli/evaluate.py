@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..config import DEFAULTS, EVAL_LENGTH, EVAL_START, EVAL_WINDOWS, OscarConfig
-from ..errors import InputError
+from ..errors import InputError, did_you_mean
 from . import options
 from .common import check_output, command, emit, note, say, show_table
 from .progress import Progress
@@ -82,6 +82,10 @@ def evaluate(
     """
     check_output(output)
     check_output(html, "--html")
+    if html is not None and output is not None and html.absolute() == output.absolute():
+        raise InputError(f"--html and --output both name {html}: the page would replace the results")
+    if windows < 1:
+        raise InputError(f"--windows must be at least 1, got {windows}")
     names = list(dict.fromkeys(part.strip() for part in methods.split(",") if part.strip())) if methods is not None else []
     if methods is not None and not names:
         raise InputError(f"--methods names none; known: {', '.join(METHODS)}")
@@ -170,8 +174,12 @@ def check_names(names: list[str], bare: list[str], artifact: Artifact | None) ->
 
     known = {"dense", "auto", *RECIPES, *BASELINES, *({artifact.method, "artifact"} if artifact else ())}
     for name in names:
-        if name not in known:
+        if name in known:
+            continue
+        try:
             parse_setting(name)
+        except InputError as error:
+            raise InputError(f"{error}{'' if '+' in name else did_you_mean(name, known)}") from None
     for name in bare:
         if name not in names or name == "dense":
             raise InputError(f"--without-windows {name}: it must be one of --methods, and not dense")

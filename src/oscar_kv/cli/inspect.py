@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @command
 def inspect(
     model: options.Model,
-    extra: Annotated[list[int] | None, typer.Argument(hidden=True, metavar="")] = None,
+    extra: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
     artifact: options.ArtifactOption = None,
     length: Annotated[
         list[int] | None, typer.Option("--length", metavar="N ...", help="Tokens at which the saving is shown.")
@@ -52,7 +52,7 @@ def inspect(
     Exit status 1: the artifact is not for this model; 2: nothing of the model can be packed.
     """
     check_output(output)
-    wanted = more_values(length or [], extra or [], "--length") or list(REPORT_LENGTHS)
+    wanted = [whole_number(n) for n in more_values(list(map(str, length or [])), extra or [], "--length")] or [*REPORT_LENGTHS]
     if bad := [n for n in wanted if n < 1]:
         raise InputError(f"--length must be at least 1, got {bad[0]}")
     if layers and artifact is None:
@@ -85,6 +85,18 @@ def inspect(
         raise typer.Exit(BAD_INPUT)
     if mismatch:
         raise typer.Exit(FAILED)
+
+
+def whole_number(given: str) -> int:
+    """One value of ``--length``.
+
+    Raises:
+        InputError: something else.
+    """
+    try:
+        return int(given)
+    except ValueError:
+        raise InputError(f"--length takes whole numbers, got {given!r}") from None
 
 
 def report(name: str, geometry: ModelGeometry, wanted: list[int], artifact: Artifact | None) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def verify(
     check_is_artifact(artifact, option="")
     if not artifact.is_dir():
         raise InputError(f"{artifact}: no such artifact folder")
-    from ..artifact import DESCRIPTION, Artifact, ArtifactError
+    from ..artifact import DESCRIPTION, MOMENTS, Artifact, ArtifactError
 
     if not (artifact / DESCRIPTION).exists():
         raise InputError(f"{artifact} is not an artifact: it has no {DESCRIPTION}")
@@ -54,7 +54,7 @@ def verify(
     result: dict[str, Any] = {"artifact": str(artifact), "passed": False, "checks": checks, "warnings": []}
     loaded: Artifact | None = None
     try:
-        loaded = Artifact.load(artifact, check=False)
+        loaded = Artifact.load(artifact, moments=(artifact / MOMENTS).exists(), check=False)
     except (ArtifactError, KeyError, TypeError, ValueError) as error:
         checks.append(check("files are complete", False, str(error)))
     if loaded is not None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..errors import InputError
+from ..errors import InputError, did_you_mean
 from ..method.transform import LayerTransform
 from .continuation import score_continuations
 from .paired import paired_difference
@@ -160,10 +160,13 @@ def check_request(
     model_config: Any, tasks: Sequence[str], lengths: Sequence[int], samples: int, depths: Sequence[float] = DEPTHS
 ) -> None:
     """Raise InputError for an unknown task, no samples, or a length beyond the model's positions; needs no weights."""
-    if samples < 1 or not tasks or not lengths or not depths:
-        raise InputError("at least one task, one length, one depth and one sample are needed")
+    for what, count in {"task": len(tasks), "length": len(lengths), "depth": len(depths), "sample": samples}.items():
+        if count < 1:
+            raise InputError(f"at least one {what} is needed, got {count or 'none'}")
     if unknown := [task for task in tasks if task not in known_tasks()]:
-        raise InputError(f"unknown task {unknown[0]!r}; known: {', '.join(known_tasks())}")
+        raise InputError(
+            f"unknown task {unknown[0]!r}; known: {', '.join(known_tasks())}{did_you_mean(unknown[0], known_tasks())}"
+        )
     limit = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit and max(lengths) >= limit:
         raise InputError(f"prompts of {max(lengths)} tokens and their answers do not fit the model's {limit} positions")

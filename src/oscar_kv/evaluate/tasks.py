@@ -101,7 +101,7 @@ class Frame:
         self.newline = self.encode("\n")
         if chat:
             if not getattr(tokenizer, "chat_template", None):
-                raise InputError("this tokenizer has no chat template: use the plain completion form")
+                raise InputError("this tokenizer has no chat template: leave out --chat, or use an instruction-tuned model")
             turn = [{"role": "user", "content": _MARK}]
             whole = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
             before, _, after = whole.partition(_MARK)

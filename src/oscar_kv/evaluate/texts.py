@@ -30,7 +30,7 @@ from typing import Any
 from ..calibration import corpus
 from ..calibration.corpus import Text, read_text
 from ..calibration.overlap import Paragraphs, digest, paragraphs, without
-from ..errors import InputError
+from ..errors import InputError, did_you_mean
 
 SETS = ("builtin", "prose", "code", "language:CODE", "chat")
 CHARACTERS = 600_000  # of one set: enough for several windows of 32,768 tokens
@@ -66,9 +66,13 @@ def text_set(spec: str, tokenizer: Any) -> Text:
         return _language(spec.partition(":")[2])
     name, separator, file = spec.partition("=")
     if separator and not Path(spec).exists():
+        if not name or not file:
+            raise InputError(f"--text {spec}: NAME or FILE of NAME=FILE is empty")
         return Text(name, read_text([file]).content)
     if not Path(spec).expanduser().exists():
-        raise InputError(f"--text {spec}: no such file or folder, and none of the texts {', '.join(SETS)}")
+        raise InputError(
+            f"--text {spec}: no such file or folder, and none of the texts {', '.join(SETS)}{did_you_mean(spec, SETS)}"
+        )
     return read_text([spec])
 
 
@@ -151,7 +155,7 @@ def _sources() -> str:
 
 def _language(code: str) -> Text:
     if not re.fullmatch(r"[a-z]{2,3}(_[A-Za-z]+)?(@\w+)?", code):
-        raise InputError(f"--text language:{code}: name a language by its locale code, for example language:de")
+        raise InputError(f"--text language:CODE needs a locale code, for example language:de; got {code!r}")
     seen: dict[str, None] = {}
     for path in _catalogues(code):
         for source, message in read_catalogue(path):

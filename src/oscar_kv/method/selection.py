@@ -46,8 +46,9 @@ def local_errors(
     """
     heads, tokens, dim = key.shape
     future = torch.arange(tokens, device=key.device)[None] > rows[:, None]
-    q = query[:, rows].float().reshape(heads, -1, len(rows), dim)  # [Hkv, G, S, D]
-    k, v = key.float(), value.float()
+    dtype = torch.promote_types(key.dtype, torch.float32)
+    q = query[:, rows].to(dtype).reshape(heads, -1, len(rows), dim)  # [Hkv, G, S, D]
+    k, v = key.to(dtype), value.to(dtype)
 
     def weights(logits: Tensor) -> Tensor:
         logits = logits * scaling

@@ -68,8 +68,6 @@ class OscarBackend(AttentionBackend):  # type: ignore[misc]
         InputError: the model or the CUDA graphs ask for what cannot be done.
     """
 
-    needs_cpu_seq_lens = False
-
     def __init__(self, runner: Any, serving: Serving) -> None:
         super().__init__()
         pool = runner.token_to_kv_pool
@@ -134,8 +132,7 @@ class OscarBackend(AttentionBackend):  # type: ignore[misc]
     def _enter(self, rids: list[str], starts: list[int], counts: list[int]) -> list[tuple[int, int]]:
         """Take note of a call's rows on the host; returns row and position of each token to be filled from codes."""
         windows, fill, fresh = self.arena.windows, [], []
-        for rid, start, count in zip(rids, starts, counts, strict=True):
-            row, state = self.tracker.row(rid)
+        for (row, state), start, count in zip(self.tracker.begin(rids, starts), starts, counts, strict=True):
             if state.fresh:
                 fresh.append(row)
                 positions = [p for block in state.missing for p in range(block * BLOCK, (block + 1) * BLOCK)]
@@ -177,7 +174,7 @@ class OscarBackend(AttentionBackend):  # type: ignore[misc]
         own.store(
             key, value, self.pool.pages(layer.layer_id), forward_batch.out_cache_loc, *self._dense(layer), batch.dense_slots
         )
-        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).contiguous()
         out, _ = own.decode(query, self._tiers(layer, batch), scaling=layer.scaling)
         return out.flatten(1)
 
@@ -190,7 +187,7 @@ class OscarBackend(AttentionBackend):  # type: ignore[misc]
         if batch.fill_slots is not None:
             for side, decoded in zip((dense_key, dense_value), own.read(pages, batch.fill_slots), strict=True):
                 side.flatten(0, 1)[batch.fill_cells] = decoded.to(side.dtype)
-        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).contiguous()
         out, _ = own.prefill(
             query, key, value, self._tiers(layer, batch), batch.start_loc, max_query_len=batch.most, scaling=layer.scaling
         )

@@ -15,6 +15,7 @@ from .serving import Serving
 from .settings import NAME, Settings
 
 _serving: list[Serving] = []  # of this process: none or one
+SERVED = "OSCAR_KV_SERVED"  # set for the processes of a server with a 2-bit cache
 
 
 def current() -> Serving | None:
@@ -42,6 +43,7 @@ def resolve_arguments(original: Callable[..., Any], args: Any) -> None:
     original(args)
     resolved = SimpleNamespace(**args.resolved_dict()) if hasattr(args, "resolved_dict") else args
     refusals.check_options(resolved)
+    os.environ[SERVED] = "1"
 
 
 # -- pools -------------------------------------------------------------------------------------------------------------
@@ -103,6 +105,12 @@ def uses_triton(original: Callable[..., Any], backend: str) -> Any:
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def check_sampling(params: Any, vocab_size: int) -> None:
+    """BEFORE ``SamplingParams.verify``: refuse a request that cannot be served, as SGLang refuses bad parameters."""
+    if os.environ.get(SERVED) and (getattr(params, "beam_width", None) or 1) > 1:
+        raise ValueError("beam_width: beam search copies rows without their windows; not supported with a 2-bit KV cache")
 
 
 def prefix_limit(result: int, req: Any, input_len: int) -> int | None:

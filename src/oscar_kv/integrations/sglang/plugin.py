@@ -12,7 +12,7 @@ from typing import Any
 
 from . import hooks, signatures
 from .settings import NAME
-from .signatures import ARGS, CONFIGURATOR, DTYPE, REQUEST, ROWS, SIZER, TRITON
+from .signatures import ARGS, CONFIGURATOR, DTYPE, REQUEST, ROWS, SAMPLING, SIZER, TRITON
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,7 @@ HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
     f"{CONFIGURATOR}._build_mha_kv_pool": ("around", hooks.build_pool),
     f"{SIZER}._compute_cell_size": ("around", hooks.cell_size),
     TRITON: ("around", hooks.uses_triton),
+    f"{SAMPLING}.verify": ("before", hooks.check_sampling),
     f"{REQUEST}._compute_max_prefix_len": ("after", hooks.prefix_limit),
     f"{ROWS}.alloc": ("after", hooks.rows_allocated),
     f"{ROWS}.free": ("after", hooks.row_freed),

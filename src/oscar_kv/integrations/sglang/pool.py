@@ -30,8 +30,7 @@ class OscarKVPool(MHATokenToKVPool):  # type: ignore[misc]
         self.v_buffer = [pages.new_empty(num_pages, 0) for pages in self.k_buffer]
         self.store_dtype = torch.uint8
         self.k_scale_buffer = self.v_scale_buffer = self.dq_k_buffer = self.dq_v_buffer = None
-        self._kv_buffer_descs = self._build_kv_buffer_descs()
-        self._init_data_ptrs_and_strides()
+        self._kv_buffer_descs: list[Any] = []  # of buffers that others may copy: none
 
     def pages(self, layer_id: int) -> torch.Tensor:
         """uint8 ``[num_pages, Hkv, head_bytes]`` of a layer."""

@@ -18,6 +18,8 @@ REQUEST = "sglang.srt.managers.schedule_batch.Req"
 ROWS = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool"
 POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
 BACKEND = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
+SAMPLING = "sglang.srt.sampling.sampling_params.SamplingParams"
+LAYER = "sglang.srt.layers.radix_attention.RadixAttention"
 CHOICES = "sglang.srt.server_args.add_attention_backend_choices"
 BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
 
@@ -30,13 +32,12 @@ CALLS = {
     f"{CONFIGURATOR}._build_mha_kv_pool": "self max_total_num_tokens mha_pool_class quant_method",
     f"{SIZER}._compute_cell_size": "self kvc num_layers",
     TRITON: "backend",
+    f"{SAMPLING}.verify": "self vocab_size",
     f"{REQUEST}._compute_max_prefix_len": "self input_len",
     f"{ROWS}.alloc": "self reqs",
     f"{ROWS}.free": "self req",
     f"{ROWS}.clear": "self",
     f"{POOL}._create_buffers": "self",
-    f"{POOL}._build_kv_buffer_descs": "self",
-    f"{POOL}._init_data_ptrs_and_strides": "self",
     f"{BACKEND}.init_forward_metadata": "self forward_batch",
     f"{BACKEND}.init_forward_metadata_out_graph": "self forward_batch in_capture",
     f"{BACKEND}.init_forward_metadata_in_graph": "self forward_batch",
@@ -52,6 +53,14 @@ FIELDS = {
     CONFIGURATOR: "kv_cache_dtype_str model_config model_dtype page_size device server_args use_mla_backend is_hybrid_swa",
     BATCH: "rids req_pool_indices seq_lens seq_lens_cpu out_cache_loc extend_seq_lens extend_seq_lens_cpu "
     "extend_prefix_lens_cpu",
+}
+# Attributes that a function sets or reads.
+ATTRIBUTES = {
+    f"{REQUEST}.__init__": "rid origin_input_ids output_ids extra_key",
+    f"{LAYER}.__init__": "tp_q_head_num tp_k_head_num qk_head_dim v_head_dim scaling layer_id logit_cap sliding_window_size "
+    "is_cross_attention attn_type xai_temperature_len",
+    f"{ROWS}.__init__": "req_to_token",
+    f"{POOL}.__init__": "head_num",
 }
 
 
@@ -96,6 +105,10 @@ def problem() -> str:
     for path, names in FIELDS.items():
         if difference := _fields_lack(path, names.split()):
             return f"SGLang {name}: {difference}"
+    for path, names in ATTRIBUTES.items():
+        known = resolve(path).__code__.co_names
+        if missing := [attribute for attribute in names.split() if attribute not in known]:
+            return f"SGLang {name}: {path} does not know {missing[0]!r}"
     return ""
 
 

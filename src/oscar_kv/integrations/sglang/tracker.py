@@ -20,9 +20,13 @@ class Tracker:
     def __init__(self, windows: Windows, strict: bool) -> None:
         self.windows, self.strict = windows, strict
         self._row: dict[str, int] = {}  # by request id
+        self._waiting: dict[str, list[Hashable]] = {}  # keys of requests that have a row and no token in it
 
     def keys(self, req: Any) -> list[Hashable]:
-        """What a request's sink blocks are published under: its tokens from the first on, and what else its keys depend on."""
+        """What a request's sink blocks are published under: its tokens from the first on, and what else its keys and values
+        depend on (``extra_key``: the adapter among others); none where tokens do not say what was embedded."""
+        if getattr(req, "input_embeds", None) is not None or getattr(req, "positional_embed_overrides", None) is not None:
+            return []
         shape = self.windows.shape
         tokens = tuple(islice(chain(req.origin_input_ids, req.output_ids), shape.sink))
         return [(req.extra_key, tokens[:end]) for end in range(BLOCK, len(tokens) + 1, BLOCK)]
@@ -45,15 +49,13 @@ class Tracker:
 
     def allocated(self, reqs: Sequence[Any], rows: Sequence[int]) -> None:
         """Rows were given to requests; those that keep theirs (a prompt in several chunks) are among them."""
-        fresh = []
         for req, row in zip(reqs, rows, strict=True):
             if self._row.get(req.rid) == row:
                 continue
             for rid in [rid for rid, taken in self._row.items() if taken == row or rid == req.rid]:
                 self._leave(rid)
             self._row[req.rid] = row
-            fresh.append((row, self.keys(req), len(req.prefix_indices)))
-        self.windows.open(fresh)
+            self._waiting[req.rid] = self.keys(req)
 
     def freed(self, req: Any) -> None:
         """A request leaves: finished, aborted or retracted."""
@@ -66,22 +68,26 @@ class Tracker:
             self._leave(rid)
         self.windows.clear()
 
-    def row(self, rid: str) -> tuple[int, Row]:
-        """Of a running request.
+    def begin(self, rids: Sequence[str], starts: Sequence[int]) -> list[tuple[int, Row]]:
+        """Rows of the requests of a prefill, whose first new tokens are at ``starts``; new ones get their place in the windows.
 
         Raises:
-            RuntimeError: it never came through the pool.
+            RuntimeError: one of them never came through the pool.
         """
-        if rid not in self._row:
-            raise RuntimeError(
-                f"request {rid}: its row was not allocated for a request (beam search?); not supported with a 2-bit KV cache"
-            )
-        row = self._row[rid]
-        return row, self.windows.rows[row]
+        for rid in rids:
+            if rid not in self._row:
+                raise RuntimeError(
+                    f"request {rid}: its row was given to no request (beam search?), which a 2-bit KV cache cannot serve"
+                )
+        fresh = [(rid, start) for rid, start in zip(rids, starts, strict=True) if rid in self._waiting]
+        self.windows.open([(self._row[rid], self._waiting.pop(rid), start) for rid, start in fresh])
+        return [(self._row[rid], self.windows.rows[self._row[rid]]) for rid in rids]
 
     @property
     def num_running(self) -> int:
         return len(self._row)
 
     def _leave(self, rid: str) -> None:
-        self.windows.close(self._row.pop(rid))
+        row = self._row.pop(rid)
+        if self._waiting.pop(rid, None) is None:
+            self.windows.close(row)

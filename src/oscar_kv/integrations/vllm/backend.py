@@ -16,7 +16,7 @@ from . import compat
 from .plan import current_plan
 from .refusals import CACHE_DTYPES, explain
 
-BLOCK_SIZES = [128, 256]  # tokens of a packed page: large enough that dense blocks of the same bytes hold 16 or more
+BLOCK_SIZES = [128, 256, 512]  # tokens of a packed page: large enough that dense blocks of the same bytes hold 16 or more
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
@@ -141,7 +141,8 @@ class OscarMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         impls = [impl for layer in layers if isinstance(impl := getattr(layer, "impl", None), OscarImpl)]
         reasons = [impl.why_not_captured() for impl in impls]
         if why := next(filter(None, reasons), ""):
-            logger.info("oscar-kv: attention is not captured in CUDA graphs: %s", why)
+            if vllm_config.device_config.device_type == "cuda":
+                logger.warning("oscar-kv: decoding is not captured in CUDA graphs: %s", why)
             return AttentionCGSupport.NEVER
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 

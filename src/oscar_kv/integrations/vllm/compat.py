@@ -20,6 +20,7 @@ NEEDED = (
     ("vllm.v1.attention.backend", "AttentionMetadataBuilder.get_cudagraph_support"),
     ("vllm.v1.attention.backends.utils", "split_decodes_and_prefills"),
     ("vllm.model_executor.layers.attention_layer_base", "AttentionLayerBase"),
+    ("vllm.model_executor.layers.attention.attention", "Attention.get_kv_cache_spec"),
     ("vllm.forward_context", "ForwardContext"),
 )
 
@@ -41,7 +42,7 @@ def _find(module: str, name: str) -> Any:
 
 
 def spec_is_customized_by_backends() -> bool:
-    """``AttentionBackend.customize_spec`` (from 0.28 on); before, see :mod:`.legacy`."""
+    """``AttentionBackend.customize_spec`` (from 0.28 on); before, see :mod:`.specs`."""
     return _find("vllm.v1.attention.backend", "AttentionBackend.customize_spec") is not None
 
 

@@ -24,13 +24,11 @@ def register() -> None:
         logger.warning("oscar-kv: not available, another plugin holds the CUSTOM attention backend: %s", custom.get_path())
         return
     from .dense import register_spec
+    from .specs import wrap_get_kv_cache_spec
 
     register_spec()
+    wrap_get_kv_cache_spec()
     register_backend(custom, BACKEND)
-    if not compat.spec_is_customized_by_backends():
-        from .legacy import wrap_get_kv_cache_spec
-
-        wrap_get_kv_cache_spec()
     if compat.cache_dtypes_can_be_registered():
         _register_cache_dtype()
     from vllm.platforms import current_platform

@@ -13,7 +13,7 @@ SLIDING_HINT = '--attention-config \'{"backend_per_kind": {"sliding_window": "FL
 HINTS = {
     "MLA not supported": "latent attention caches a compressed latent, not keys and values: serve this model without oscar_kv",
     "sliding window not supported": f"sliding-window layers stay with a stock backend: add {SLIDING_HINT}",
-    "block_size not supported": "packed pages hold 128 or 256 tokens: leave out --block-size, or use 128",
+    "block_size not supported": "packed pages hold 128, 256 or 512 tokens: leave out --block-size, or use 128",
     "kv_cache_dtype not supported": "the cache is 2-bit already: leave out --kv-cache-dtype",
     "KV connector not supported": "transfer of 2-bit pages is not implemented: leave out --kv-transfer-config",
     "PCP not supported": "use --tensor-parallel-size",

@@ -25,6 +25,11 @@ class Sizes:
     dense_token_bytes: int
 
 
+def window_blocks(sink: int, recent: int, block_size: int) -> int:
+    """Dense blocks that a decoding request holds: sinks, and a window that may begin anywhere in a block."""
+    return -(-sink // block_size) + -(-recent // block_size) + 1
+
+
 def describe(spec: Any, num_blocks: int) -> str:
     """The line: bytes per token, capacity, windows.
 
@@ -34,11 +39,11 @@ def describe(spec: Any, num_blocks: int) -> str:
     """
     sizes: Sizes = spec.sizes
     packed, dense = (n * sizes.num_layers / 1024 for n in (sizes.packed_token_bytes, sizes.dense_token_bytes))
-    window_blocks = spec.sink_blocks + -(-spec.sliding_window // spec.block_size) + 1
+    held = window_blocks(spec.sink_tokens, spec.sliding_window, spec.block_size)
     usable = num_blocks - 1
-    capacity = max(0, usable - window_blocks) * sizes.packed_block_size
+    capacity = max(0, usable - held) * sizes.packed_block_size
     stock = usable * sizes.packed_block_size * sizes.packed_token_bytes // sizes.dense_token_bytes
-    windows = window_blocks * sizes.packed_block_size
+    windows = held * sizes.packed_block_size
     return (
         f"oscar-kv: {sizes.num_layers} layers at {packed:.1f} KiB a token instead of {dense:.1f} ({spec.dtype}); room for "
         f"{capacity:,} tokens of one request instead of {stock:,}; the windows of each request ({spec.sink_tokens} + "

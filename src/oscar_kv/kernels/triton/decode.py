@@ -87,6 +87,8 @@ def paged_decode(
             f"out must be contiguous {query.dtype} [{batch}, {query_heads}, {value_dim}], got {out.dtype} {tuple(out.shape)}"
         )
     lse = torch.empty(batch, query_heads, dtype=torch.float32, device=query.device)
+    if not batch:
+        return out, lse
 
     kernels = load(decode_kernels)
     import triton.language as tl
@@ -144,7 +146,7 @@ def launch_parts(
         ValueError: ``num_splits`` is not positive or too large.
     """
     units = multiprocessors(device)
-    busy = batch * heads
+    busy = max(1, batch * heads)
     parts = 1 if busy >= units else max(1, min(8, -(-(tiers.sink + tiers.recent) // DENSE_PART)))
     if num_splits is None:
         most = -(-tiers.table.shape[1] * layout.page_size // 256)

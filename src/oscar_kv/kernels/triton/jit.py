@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from inspect import isfunction
+from inspect import isfunction, signature
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +12,9 @@ import torch
 
 def load(module: ModuleType) -> Any:
     """Give a file of kernels its ``tl`` and turn the functions it lists in ``KERNELS`` into triton kernels, once; returns it.
+
+    Arguments it lists in ``COUNTS`` are compiled for once: without that there is a kernel for 1, for multiples of 16 and for
+    all others of each, and every new combination waits for its compilation.
 
     Raises:
         ModuleNotFoundError: triton is not installed.
@@ -24,8 +27,11 @@ def load(module: ModuleType) -> Any:
     for name, value in list(vars(module).items()):  # functions of other files of kernels
         if isfunction(value) and value.__module__ != module.__name__:
             setattr(module, name, getattr(load(sys.modules[value.__module__]), name))
+    counts = getattr(module, "COUNTS", ())
     for name in module.KERNELS:
-        setattr(module, name, triton.jit(getattr(module, name)))
+        function = getattr(module, name)
+        own = [argument for argument in counts if argument in signature(function).parameters]
+        setattr(module, name, triton.jit(function, do_not_specialize=own))
     vars(module)["tl"] = triton.language
     if interpreted():
         vars(module)["range"] = _range

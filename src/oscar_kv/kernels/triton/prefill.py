@@ -113,7 +113,7 @@ def paged_prefill(
     stats = torch.empty(splits, heads, total, 4, dtype=torch.float32, device=query.device)
     factor = scaling * (math.log2(math.e) if softcap is None else 1.0)
     noise = maps.query_slots if maps.query_noise is None else maps.query_noise  # a stand-in is not read
-    pages, starts, padded_rows = tiers.pages, query_start_loc, power_of_two(rows)
+    pages, starts, padded_rows = tiers.pages, query_start_loc, max(64, power_of_two(rows))
     kernels.terms[(-(-total // 32), heads)](
         query, query.stride(0), query.stride(1), maps.query_slots, maps.query_sums, noise, slots, numbers, factor, scaling,
         BONUS_LIMIT, total,

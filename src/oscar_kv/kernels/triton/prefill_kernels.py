@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 KERNELS = ("place", "interleaved", "terms", "stored", "numbers_of", "history", "dense_tile", "own")
+COUNTS = ("rows", "total", "splits")
 
 
 def place(starts, rows, pid, TOKENS: tl.constexpr, BW: tl.constexpr):
@@ -140,7 +141,8 @@ def history(
     mass, sum of extra. Grid: blocks of tokens, KV heads, splits of the history.
 
     Codes are read as ``code - 1.5``. What digits have in common (CENTRE) is zero then, and their extra is a channel by itself;
-    INT2 adds the middle of its range, ``1.5 scale + extra``, to every channel. ``numbers`` and ``words`` are ``pages`` in 16
+    INT2 adds the middle of its range, ``1.5 scale + extra``, to every channel: for keys as a logit of its own, exactly, since
+    differences of logits count; for values before they are rounded to float16. ``numbers`` and ``words`` are ``pages`` in 16
     and 32 bits.
     """
     TOKENS: tl.constexpr = M // G
@@ -164,11 +166,16 @@ def history(
     valid = (r < TOKENS * G) & (t + r // G < count)
     row = h * total + (first + t) * G + r
     q = tl.load(slots + row[:, None] * D + i[None, :], mask=valid[:, None] & (i < D)[None, :], other=0.0)
-    slope = tl.load(terms_at + row * 4, mask=valid, other=0.0)
-    direct = tl.load(terms_at + row * 4 + 1, mask=valid, other=0.0)
+    # Products become logits by a slope, which is positive, and an offset: so their maximum is taken before, and the exponential
+    # takes both in one step.
+    slope = tl.load(terms_at + row * 4, mask=valid, other=1.0)
+    direct = tl.load(terms_at + row * 4 + 1, mask=valid, other=0.0) / slope
     offset = tl.load(terms_at + row * 4 + 2, mask=valid, other=0.0)
+    rate = slope
+    if CAP:
+        rate = slope * 0.0 + 1.0
 
-    top = tl.full([M], -1e30, tl.float32)  # less 14, so that float16 holds small weights
+    top = tl.full([M], -1e30, tl.float32)
     mass = tl.zeros([M], tl.float32)
     extra = tl.zeros([M], tl.float32)
     a = tl.zeros([M, DVW], tl.float32)
@@ -198,22 +205,21 @@ def history(
         scale, k_extra = numbers_of(numbers_at, words_at, token, P * KB, KEY_EXTRA)
         v_scale, v_extra = numbers_of(numbers_at, words_at, token, VALUES + P * VB, VALUE_EXTRA)
 
-        middle = scale * 0.0
-        if KEY_EXTRA and not KEY_CENTRE:
-            middle = 0.25 * (1.5 * scale + k_extra)
-        s = tl.dot(q, tl.trans(stored(k, scale, middle, N, DW, DOT, ASM)), input_precision="tf32x3")
-        s = s * slope[:, None] + offset[:, None]
-        if KEY_EXTRA and KEY_CENTRE:
+        s = tl.dot(q, tl.trans(stored(k, scale, scale * 0.0, N, DW, DOT, ASM)), input_precision="tf32x3")
+        if KEY_EXTRA:
+            if not KEY_CENTRE:
+                k_extra += 1.5 * scale
             s += direct[:, None] * k_extra[None, :]
         if CAP:
+            s = s * slope[:, None] + offset[:, None]
             s = (2.0 * cap * 1.4426950408889634) * tl.sigmoid(s * (2.0 / cap)) - cap * 1.4426950408889634
         v_scale, v_extra = tl.where(seen, v_scale, 0.0), tl.where(seen, v_extra, 0.0)
         if (start < low) | (start + N > high):
             s = tl.where(seen[None, :], s, float("-inf"))
-        higher = tl.maximum(top, tl.max(s, 1) - 14.0)
-        keep = tl.exp2(top - higher)
+        higher = tl.maximum(top, tl.max(s, 1))
+        keep = tl.exp2((top - higher) * rate)
         top = higher
-        p = tl.exp2(s - top[:, None])
+        p = tl.exp2(s * rate[:, None] + (14.0 - top * rate)[:, None])  # so that float16 holds small weights
         mass = mass * keep + tl.sum(p, 1)
         middle = v_scale * 0.0
         if VALUE_EXTRA and VALUE_CENTRE:
@@ -226,6 +232,9 @@ def history(
         else:
             x = stored(v, v_scale, middle, N, DVW, DOT, ASM)
         a = tl.dot(p.to(DOT), x, a * keep[:, None], input_precision="tf32x3")
+    top = top * rate - 14.0
+    if not CAP:
+        top += offset
     row += (tl.num_programs(1) * split).to(tl.int64) * total
     if to > from_:
         tl.store(accumulator + row[:, None] * DV + j[None, :], 4.0 * a, mask=valid[:, None] & (j < DV)[None, :])

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 KERNELS = ("round_scale", "round_minimum", "int2_codes", "int2_trial", "int2_numbers", "digits_nearest", "digits_trial",
-           "digits_scale", "better_two", "encode_side", "encode_store")  # fmt: skip
+           "digits_scale", "better_two", "clipped", "encode_side", "encode_store")  # fmt: skip
+COUNTS = ("count",)
 
 
 def round_scale(x):
@@ -124,15 +125,29 @@ def digits_scale(unit, cost, top, usual_energy, SEARCH: tl.constexpr):
     return best_scale
 
 
+def clipped(x, channel, CLIP: tl.constexpr):
+    """Rows ``x [T, W]`` with magnitudes above the one of rank CLIP (0 is the smallest) cut to it. It is the largest number that
+    at most CLIP magnitudes are below, found bit by bit, since the bits of positive floats are in their order."""
+    magnitude = tl.where(channel, tl.abs(x), float("inf")).to(tl.int32, bitcast=True)
+    limit = tl.min(magnitude, 1) * 0
+    for i in range(31):
+        trial = limit | (1 << (30 - i))
+        below = tl.sum((magnitude < trial[:, None]).to(tl.int32), 1)
+        limit = tl.where(below <= CLIP, trial, limit)
+    bound = limit.to(tl.float32, bitcast=True)[:, None]
+    return tl.minimum(tl.maximum(x, -bound), bound)
+
+
 def encode_side(
     rows, row_stride, matrix, mean, vectors, order, usual, codes_at, numbers_at, page_stride, slots, dense, dense_page,
-    dense_token, dense_slots, count,
-    D: tl.constexpr, W: tl.constexpr, DIGITS: tl.constexpr, SEARCH: tl.constexpr, BYTES: tl.constexpr,
+    dense_token, dense_slots, transformed, transformed_stride, count,
+    D: tl.constexpr, W: tl.constexpr, CODEC: tl.constexpr, SEARCH: tl.constexpr, CLIP: tl.constexpr, BYTES: tl.constexpr,
     NUMBERS: tl.constexpr, P: tl.constexpr, PD: tl.constexpr, DENSE: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Keys or values of one block of tokens and one head. Pointers are at the head, ``codes_at`` and ``numbers_at`` at their
-    part of the first page; ``vectors`` holds step, top and cost of each channel, ``order`` channel and shift of each slot."""
+    part of the first page; ``vectors`` holds step, top and cost of each channel, ``order`` channel and shift of each slot.
+    CODEC is "int2", "digits" or "trellis", CLIP a rank or negative."""
     t = tl.program_id(0) * T + tl.arange(0, T)
     i, c = tl.arange(0, W), tl.arange(0, C)
     there = t < count
@@ -146,7 +161,10 @@ def encode_side(
         weights = tl.load(matrix + k[:, None] * D + i[None, :], mask=(k < D)[:, None] & (i < D)[None, :], other=0.0)
         x = tl.dot(part, weights, x, input_precision=PRECISION)
 
-    if DIGITS:
+    if CODEC == "trellis":  # another kernel goes on
+        to = transformed + t.to(tl.int64)[:, None] * transformed_stride + i[None, :]
+        tl.store(to, tl.minimum(tl.maximum(x, -262016.0), 262016.0), mask=there[:, None] & (i < D)[None, :])
+    elif CODEC == "digits":
         x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
         step = tl.load(vectors + i, mask=i < D, other=1.0)[None, :]
         top = tl.load(vectors + D + i, mask=i < D, other=0.0)[None, :]
@@ -160,25 +178,27 @@ def encode_side(
         second = tl.sum(tl.where((i == 0)[None, :], x, 0.0), 1)
     else:
         x = tl.minimum(tl.maximum(x, -262016.0), 262016.0)
+        if CLIP >= 0:
+            x = clipped(x, channel, CLIP)
         scale, second = int2_numbers(x, channel, SEARCH, D)
         codes = int2_codes(x, scale, second).to(tl.int32)
-    codes = tl.where(channel, codes, 0) << (2 * (i % 4))[None, :]
-    packed = tl.sum(tl.reshape(codes, [T, W // 4, 4]), 2)
-
-    slot = tl.load(slots + t, mask=there, other=-1)
-    stored = slot >= 0
-    slot = tl.where(stored, slot, 0)
-    page = slot // P
-    token = slot % P
-    j = tl.arange(0, W // 4)
-    tl.store(
-        (codes_at + page * page_stride + token * BYTES)[:, None] + j[None, :], packed.to(tl.uint8),
-        mask=stored[:, None] & (j < BYTES)[None, :],
-    )  # fmt: skip
-    number = numbers_at + page * (page_stride // 2) + token * NUMBERS
-    tl.store(number, scale.to(tl.float16), mask=stored)
-    if NUMBERS == 2:
-        tl.store(number + 1, second.to(tl.float16), mask=stored)
+    if CODEC != "trellis":
+        codes = tl.where(channel, codes, 0) << (2 * (i % 4))[None, :]
+        packed = tl.sum(tl.reshape(codes, [T, W // 4, 4]), 2)
+        slot = tl.load(slots + t, mask=there, other=-1)
+        stored = slot >= 0
+        slot = tl.where(stored, slot, 0)
+        page = slot // P
+        token = slot % P
+        j = tl.arange(0, W // 4)
+        tl.store(
+            (codes_at + page * page_stride + token * BYTES)[:, None] + j[None, :], packed.to(tl.uint8),
+            mask=stored[:, None] & (j < BYTES)[None, :],
+        )  # fmt: skip
+        number = numbers_at + page * (page_stride // 2) + token * NUMBERS
+        tl.store(number, scale.to(tl.float16), mask=stored)
+        if NUMBERS == 2:
+            tl.store(number + 1, second.to(tl.float16), mask=stored)
     if DENSE:
         slot = tl.load(dense_slots + t, mask=there, other=-1)
         stored = slot >= 0
@@ -191,13 +211,14 @@ def encode_side(
 def encode_store(
     key, key_row, key_head, key_in, key_mean, key_vectors, key_order, key_usual, dense_key, dk_page, dk_token, dk_head,
     value, value_row, value_head, value_in, value_mean, value_vectors, value_order, value_usual, dense_value, dv_page, dv_token,
-    dv_head, pages, numbers, page_stride, head_stride, slots, dense_slots, count,
-    D: tl.constexpr, W: tl.constexpr, KEY_DIGITS: tl.constexpr, KEY_SEARCH: tl.constexpr,
-    KB: tl.constexpr, KN: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, VALUE_DIGITS: tl.constexpr,
-    VALUE_SEARCH: tl.constexpr, VB: tl.constexpr, VN: tl.constexpr, P: tl.constexpr, PD: tl.constexpr,
+    dv_head, pages, numbers, page_stride, head_stride, slots, dense_slots, transformed, count,
+    D: tl.constexpr, W: tl.constexpr, KEY_CODEC: tl.constexpr, KEY_SEARCH: tl.constexpr, KEY_CLIP: tl.constexpr,
+    KB: tl.constexpr, KN: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, VALUE_CODEC: tl.constexpr,
+    VALUE_SEARCH: tl.constexpr, VALUE_CLIP: tl.constexpr, VB: tl.constexpr, VN: tl.constexpr, P: tl.constexpr, PD: tl.constexpr,
     DENSE: tl.constexpr, T: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks of T tokens, KV heads, keys and values. KN, VN: 16-bit numbers of a row."""
+    """Grid: blocks of T tokens, KV heads, keys and values. KN, VN: 16-bit numbers of a row. Values for a trellis are left in
+    ``transformed``, float32 ``[N, Hkv, DV]``."""
     h = tl.program_id(1).to(tl.int64)
     KEY_NUMBERS: tl.constexpr = P * KB // 2
     VALUES: tl.constexpr = P * (KB + 2 * KN)
@@ -208,13 +229,13 @@ def encode_store(
         encode_side(
             key + h * key_head, key_row, key_in + h * (D * D), key_mean + h * D, key_vectors + h * (3 * D),
             key_order + h * (2 * D), key_usual + h, page_at, number_at + KEY_NUMBERS, page_stride, slots,
-            dense_key + h * dk_head, dk_page, dk_token, dense_slots, count,
-            D, W, KEY_DIGITS, KEY_SEARCH, KB, KN, P, PD, DENSE, T, C, PRECISION,
+            dense_key + h * dk_head, dk_page, dk_token, dense_slots, transformed, 0, count,
+            D, W, KEY_CODEC, KEY_SEARCH, KEY_CLIP, KB, KN, P, PD, DENSE, T, C, PRECISION,
         )  # fmt: skip
     else:
         encode_side(
             value + h * value_head, value_row, value_in + h * (DV * DV), value_mean + h * DV, value_vectors + h * (3 * DV),
             value_order + h * (2 * DV), value_usual + h, page_at + VALUES, number_at + VALUE_NUMBERS, page_stride, slots,
-            dense_value + h * dv_head, dv_page, dv_token, dense_slots, count, DV, WV, VALUE_DIGITS, VALUE_SEARCH,
-            VB, VN, P, PD, DENSE, T, C, PRECISION,
+            dense_value + h * dv_head, dv_page, dv_token, dense_slots, transformed + h * DV, tl.num_programs(1) * DV, count,
+            DV, WV, VALUE_CODEC, VALUE_SEARCH, VALUE_CLIP, VB, VN, P, PD, DENSE, T, C, PRECISION,
         )  # fmt: skip
