@@ -114,14 +114,17 @@ def test_after_a_crop_into_the_padding_the_next_mask_says_what_is_padding(settin
     assert difference(outputs) < CLOSE
 
 
-@pytest.mark.parametrize("lead", [0, 4], ids=["some", "all"])
-def test_padding_that_comes_one_token_at_a_time_is_no_token(setting, lead):
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+@pytest.mark.parametrize("lead", [0, 3], ids=["some", "all"])
+def test_padding_that_comes_one_token_at_a_time_is_no_token(lead, kernels):
     """``lead`` columns are padding in every row."""
-    model, outputs = setting[0], []
-    ids, mask = (torch.nn.functional.pad(x, (lead, 0)) for x in padded([5, 21]))
-    for cache in both(setting):
+    model, outputs = tiny_model("llama"), []
+    artifact = artifact_for(model, SMALL.with_(group_size=-1))
+    ids, mask = (torch.nn.functional.pad(x, (lead, 0)) for x in padded([5, 17]))
+    for which in (kernels, "off"):
+        cache = OscarCache(artifact, model, kernels=which)
         outputs.append(decode(model, ids, cache, None, mask)[mask.bool()])
-    assert difference(outputs) < CLOSE
+    assert difference(outputs) < 1e-3  # float32
 
 
 def test_rows_changed_in_an_empty_cache_are_those_of_no_token(setting):

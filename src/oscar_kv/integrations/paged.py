@@ -219,6 +219,8 @@ class PagedHandle:
         query, key, value = flat(call.query), flat(call.key), flat(call.value)
         pads = index.pads or [0] * index.batch
         counts = [min(tokens, max(0, self.start + tokens - pad)) for pad in pads]
+        if not max(counts):  # nothing but padding
+            return query.new_zeros(index.batch, tokens, query.shape[1], value.shape[-1])
         real = None  # which tokens are none of the padding, where some are
         if min(counts) < tokens:
             real = (index.slots(self.start, tokens)[0].flatten() >= 0).nonzero()[:, 0]
