@@ -112,8 +112,8 @@ def test_a_kernel_wrong_in_some_rows_is_not_given_a_speed(op, spoil, monkeypatch
         return out, lse
 
     monkeypatch.setattr(PagedLayer, op, wrong)
-    more = (9,) if op == "prefill" else ()
-    row = getattr(operations, f"bench_{op}")(g, *more, "fast", CPU, None, 1e9)
+    more = {"tokens": 9} if op == "prefill" else {}
+    row = getattr(operations, f"bench_{op}")(g, "fast", CPU, None, 1e9, **more)
     assert not row["correct"]
     assert row["us"] is row["speedup"] is row["gb_per_s"] is row.get("tflops") is None
 
@@ -123,7 +123,7 @@ def test_a_store_that_forgets_the_dense_copies_is_not_given_a_speed(monkeypatch)
     monkeypatch.setattr(
         PagedLayer, "store", lambda self, key, value, pages, slots, *dense: true(self, key, value, pages, slots)
     )
-    row = operations.bench_store(g, 3, "fast", CPU, None, 1e9)
+    row = operations.bench_store(g, "fast", CPU, None, 1e9, tokens=3)
     assert not row["correct"]
     assert row["us"] is None
 

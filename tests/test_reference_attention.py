@@ -13,7 +13,7 @@ from tolerances import TOLERANCES
 from oscar_kv.cache.store import Block, PackedStore
 from oscar_kv.config import OscarConfig
 from oscar_kv.kernels import reference
-from oscar_kv.kernels.dispatch import tiered_attention
+from oscar_kv.kernels.reference import tiered_attention
 from oscar_kv.method.transform import LayerTransform
 
 Tensor = torch.Tensor

@@ -17,9 +17,9 @@ from test_docs import ROOT, table
 from oscar_kv.artifact import Artifact
 from oscar_kv.config import DEFAULTS, OscarConfig
 from oscar_kv.errors import InputError
+from oscar_kv.integrations.parallel import local_heads
 from oscar_kv.integrations.sglang import plugin, refusals, signatures
 from oscar_kv.integrations.sglang.arena import arena_bytes
-from oscar_kv.integrations.sglang.layers import local_heads, shard
 from oscar_kv.integrations.sglang.serving import window_shape
 from oscar_kv.integrations.sglang.settings import OPTIONS, Settings, add_flags
 from oscar_kv.integrations.sglang.windows import WindowShape
@@ -159,7 +159,7 @@ def test_a_shard_is_the_transform_of_its_heads() -> None:
     whole = random_transform(heads=4, digits=True)
     x = torch.randn(4, 7, 64)
     k, v = whole.requantize(x, x)
-    part = shard(whole, slice(2, 4))
+    part = whole.take_heads(slice(2, 4))
     for found, expected in zip(part.requantize(x[2:], x[2:]), (k, v), strict=True):
         assert torch.equal(found, expected[2:])
 

@@ -17,8 +17,9 @@ from conftest import random_transform
 
 from oscar_kv.errors import InputError
 from oscar_kv.evaluate.memory import human
+from oscar_kv.integrations.parallel import local_heads
 from oscar_kv.integrations.vllm import refusals
-from oscar_kv.integrations.vllm.plan import dense_block_size, local_heads
+from oscar_kv.integrations.vllm.plan import dense_block_size
 from oscar_kv.integrations.vllm.report import Sizes, describe, window_blocks
 from oscar_kv.integrations.vllm.settings import Settings
 from oscar_kv.method.codecs import CodecSpec, make_codec
@@ -153,7 +154,7 @@ def test_pages_too_small_for_dense_blocks_are_refused():
 @pytest.mark.parametrize(("total", "world"), [(8, 1), (8, 2), (8, 8), (2, 8), (1, 4), (6, 3)])
 def test_ranks_have_the_heads_that_vllm_gives_them(total, world):
     """Every head is served, evenly, in order, and a replicated one by neighbouring ranks."""
-    owned = [list(range(total))[local_heads(total, world, rank)] for rank in range(world)]
+    owned = [list(range(total))[local_heads(total, rank, world)] for rank in range(world)]
     flat = [head for heads in owned for head in heads]
     assert sorted(set(flat)) == list(range(total))
     assert flat == sorted(flat)

@@ -62,7 +62,7 @@ def _baseline_decode(g: Geometry, device: torch.device, scaling: float) -> tuple
 
 
 def bench_prefill(
-    geometry: Geometry, tokens: int, codec: str, device: torch.device, kernels: str | None, bandwidth: float
+    geometry: Geometry, codec: str, device: torch.device, kernels: str | None, bandwidth: float, *, tokens: int
 ) -> dict[str, Any]:
     """``tokens`` new tokens a row over ``context`` earlier ones."""
     g, cache = geometry, FilledCache(geometry, codec, device, kernels)
@@ -101,7 +101,7 @@ def bench_prefill(
 
 
 def bench_store(
-    geometry: Geometry, tokens: int, codec: str, device: torch.device, kernels: str | None, bandwidth: float
+    geometry: Geometry, codec: str, device: torch.device, kernels: str | None, bandwidth: float, *, tokens: int
 ) -> dict[str, Any]:
     """``tokens`` new tokens a row into packed and dense pages; the baseline writes them, raw, to pages of the model's dtype."""
     g = replace(geometry, context=max(geometry.page_size, tokens))

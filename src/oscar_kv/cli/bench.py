@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,11 +54,8 @@ def decode(
     """One query token a row over a full cache: attention of one layer."""
     from ..bench.operations import bench_decode
 
-    def run(geometry: Any, name: str, *rest: Any) -> dict[str, Any]:
-        return bench_decode(geometry, name, *rest)
-
     sizes = (heads, kv_heads, head_dim, sink, recent)
-    _rows("decode", run, codec, batch, context, sizes, kernels, device, dtype, form, as_json, output)
+    _rows("decode", bench_decode, codec, batch, context, sizes, kernels, device, dtype, form, as_json, output)
 
 
 @app.command("store")
@@ -83,9 +81,7 @@ def store(
 
     _check_tokens(tokens)
 
-    def run(geometry: Any, name: str, *rest: Any) -> dict[str, Any]:
-        return bench_store(geometry, tokens, name, *rest)
-
+    run = partial(bench_store, tokens=tokens)
     sizes = (heads, kv_heads, head_dim, sink, recent)
     _rows("store", run, codec, batch, str(tokens), sizes, kernels, device, dtype, form, as_json, output)
 
@@ -114,9 +110,7 @@ def prefill(
 
     _check_tokens(tokens)
 
-    def run(geometry: Any, name: str, *rest: Any) -> dict[str, Any]:
-        return bench_prefill(geometry, tokens, name, *rest)
-
+    run = partial(bench_prefill, tokens=tokens)
     sizes = (heads, kv_heads, head_dim, sink, recent)
     _rows("prefill", run, codec, batch, context, sizes, kernels, device, dtype, form, as_json, output)
 

@@ -75,7 +75,7 @@ class _Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache: Any = kwargs.get(self.argument)
-        if args or not self._is_step(kwargs) or why_not(cache):
+        if args or not self._is_step(kwargs) or not isinstance(cache, OscarCache) or len(cache.indices.by_device) != 1:
             return self.eager(*args, **kwargs)
         (index,) = cache.indices.by_device.values()
         shapes = (kwargs["input_ids"].shape, kwargs["position_ids"].shape)
@@ -84,6 +84,8 @@ class _Step:
         if full or not index.knows_padding or not self._same(key):
             self.key, self.replay = key, None
             return self.eager(**kwargs)  # grows the cache, finds padding, compiles kernels
+        if self.replay is None and why_not(cache):  # asked for each graph, not at each step
+            return self.eager(**kwargs)
         cache.check_lengths()
         index.set_length(cache.get_seq_length())  # changes something only after an interrupted call
         if kwargs.get("attention_mask") is not None:

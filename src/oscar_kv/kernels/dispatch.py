@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from .need import Need
-from .reference import tiered_attention
 
 OPERATIONS = ("store", "decode", "prefill")
 # Fastest first. Each is a module with `unsupported(operation, need)` and a class `Operations(need)`.
@@ -110,4 +109,4 @@ def _too_old() -> str:
     return "" if torch.cuda.get_device_capability() >= (8, 0) else "it needs compute capability 8.0 or newer"
 
 
-__all__ = ["Choice", "KernelStatus", "choose", "kernel_status", "load", "tiered_attention"]
+__all__ = ["Choice", "KernelStatus", "choose", "kernel_status", "load"]

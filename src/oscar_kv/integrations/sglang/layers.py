@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,21 +10,7 @@ import torch
 from ...artifact import Artifact
 from ...errors import InputError
 from ...kernels.layer import PagedLayer
-from ...method.transform import LayerTransform
-
-
-def local_heads(total: int, rank: int, size: int) -> slice:
-    """KV heads of a tensor-parallel rank: a share of them, or one of them where there are more ranks than heads."""
-    if total >= size:
-        share = total // size
-        return slice(rank * share, (rank + 1) * share)
-    return slice(rank * total // size, rank * total // size + 1)
-
-
-def shard(transform: LayerTransform, heads: slice) -> LayerTransform:
-    """The transform of some of the KV heads."""
-    cut: dict[str, Any] = {name: tensor[heads].contiguous() for name, tensor in transform.tensors().items()}
-    return replace(transform, **cut)
+from ..parallel import local_heads
 
 
 def without_alias(hf_config: Any, artifact: Artifact) -> Any:
@@ -78,6 +63,6 @@ def packed_layers(
             )
     layers = {}
     for index, transform in sorted(transforms.items()):
-        mine = shard(transform, local_heads(transform.num_kv_heads, rank, size)).to(device)
+        mine = transform.take_heads(local_heads(transform.num_kv_heads, rank, size)).to(device)
         layers[index] = PagedLayer(mine, page_size, dtype=dtype, num_heads=num_heads, implementation=kernels)
     return layers

@@ -9,6 +9,7 @@ import torch
 from ...artifact import Artifact
 from ...errors import InputError
 from ...method.transform import LayerTransform
+from ..parallel import local_heads
 from .refusals import check_engine
 from .settings import Settings
 
@@ -62,26 +63,13 @@ class Plan:
 
         transform = self.transforms[index]
         world, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
-        part = local_heads(transform.num_kv_heads, world, rank)
+        part = local_heads(transform.num_kv_heads, rank, world)
         if part.stop - part.start != num_kv_heads:
             raise InputError(
                 f"layer {index}: this rank of {world} serves {num_kv_heads} KV heads, by the artifact's "
                 f"{transform.num_kv_heads} it should be {part.stop - part.start}"
             )
         return transform.take_heads(part)
-
-
-def local_heads(total: int, world: int, rank: int) -> slice:
-    """Global KV heads of a tensor-parallel rank, as vLLM deals them: split evenly, or each head to several ranks.
-
-    Args:
-        total: KV heads of the model.
-        world, rank: tensor-parallel ranks and which one this is.
-    """
-    if total >= world:
-        return slice(rank * (total // world), (rank + 1) * (total // world))
-    head = rank // (world // total)
-    return slice(head, head + 1)
 
 
 def dense_block_size(page_bytes: int, token_bytes: int, packed_block_size: int) -> int:
